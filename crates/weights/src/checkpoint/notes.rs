@@ -16,9 +16,12 @@ use crate::quant::{Matrix, floats};
 #[derive(Debug)]
 pub(super) struct Notes {
     from_headers: Vec<String>,
-    /// Matrices whose activation scale turned out bad when a view was taken: layer and module, and the experts.
-    bad_scales: Mutex<BTreeMap<(Option<u32>, String), BTreeSet<u32>>>,
+    bad_scales: Mutex<BadScales>,
 }
+
+/// Matrices whose activation scale turned out bad when a view was taken: by layer and module, the experts (none for a
+/// matrix that belongs to no expert).
+type BadScales = BTreeMap<(Option<u32>, String), BTreeSet<u32>>;
 
 impl Notes {
     /// The notes that headers give cause for.
