@@ -331,7 +331,7 @@ fn int4_that_is_something_else_is_refused() {
     );
     message::<()>(
         Err(with(&|p| p[0] = Tensor::codes("weight_packed", Dtype::I32, &[3, 13]))),
-        &["weight_shape"],
+        &["weight_packed", "[3, 13]", "4 words"],
     );
     let nan = with(&|p| p[1].bytes[12..14].copy_from_slice(&[0xc0, 0x7f]));
     message::<()>(Err(nan), &["q_proj.weight_scale", "element 6", "NaN"]);
