@@ -1,0 +1,159 @@
+//! A device: dealing handles at load, running passes afterwards.
+
+use std::fmt;
+
+use lapidary_formats::{Format, TensorView};
+
+use crate::batch::{Batch, BatchError, BatchShape};
+use crate::handles::{Act, ActSpec, Gain, Mat};
+use crate::kv::{KvPlan, KvRef};
+use crate::ops::{Ops, TapPoint};
+
+/// What a backend can fail with.
+#[non_exhaustive]
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the message says what each field is")]
+pub enum Error {
+    #[error("{what} needs {needed} bytes, the device has {available} left")]
+    OutOfMemory { what: String, needed: usize, available: usize },
+    #[error("{tensor}: {reason}")]
+    Tensor { tensor: String, reason: String },
+    #[error("{device} cannot do this: {what}")]
+    Unsupported { device: String, what: String },
+    #[error("bad batch: {0}")]
+    Batch(#[from] BatchError),
+    #[error("{rows} rows exceed the {what} limit of {limit} that the buffers were made for")]
+    TooManyRows { what: &'static str, rows: usize, limit: usize },
+    #[error("a worker panicked in this step: {message}")]
+    WorkerPanicked { message: String },
+    #[error("device error: {0}")]
+    Device(String),
+}
+
+/// Result of a backend call.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// What a pass left behind.
+#[derive(Clone, Debug, Default)]
+pub struct Outcome {
+    /// For each head row the token with the largest logit, or -1 when a logit was not finite. Empty when the
+    /// pass had no head.
+    pub argmax: Vec<i32>,
+    /// What was copied out.
+    pub taps: Vec<Tap>,
+}
+
+/// One copied activation, `[rows, width]` float32.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Tap {
+    /// Where it was taken.
+    pub point: TapPoint,
+    /// Rows.
+    pub rows: usize,
+    /// Values in a row.
+    pub width: usize,
+    /// The values, row after row.
+    pub values: Vec<f32>,
+}
+
+/// Bytes that a backend holds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct MemoryUse {
+    /// Packed weights that the backend owns.
+    pub weights: usize,
+    /// Weights used in place from a memory map.
+    pub mapped: usize,
+    /// Activations and scratch.
+    pub activations: usize,
+    /// Keys and values.
+    pub kv: usize,
+}
+
+/// What a backend runs on, for `check`.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct DeviceReport {
+    /// "cpu", "cuda", ...
+    pub backend: &'static str,
+    /// The device's own name.
+    pub device: String,
+    /// Instruction set or architecture that kernels were chosen for.
+    pub level: String,
+    /// Workers or multiprocessors.
+    pub units: usize,
+    /// Arithmetic mode.
+    pub mode: &'static str,
+    /// Kernel for each weight format.
+    pub kernels: Vec<KernelReport>,
+}
+
+/// The kernel that multiplies with one weight format.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KernelReport {
+    /// Format in the checkpoint.
+    pub format: Format,
+    /// What is used for it.
+    pub kernel: String,
+    /// Whether it is a plain fallback and not written for this device.
+    pub fallback: bool,
+}
+
+/// A device that can hold one model and run passes over it.
+pub trait Backend: Send + fmt::Debug {
+    /// What this is and which kernels it chose.
+    fn report(&self) -> DeviceReport;
+
+    /// Takes over a matrix made of `parts` stacked by rows (q + k + v; gate + up; all experts). Each run of
+    /// `group_rows` rows may be used on its own (an expert), so packing must not mix rows of two runs; it is
+    /// the whole height for an ordinary matrix.
+    ///
+    /// # Errors
+    /// `Tensor` for parts of unequal width or codes that the format's rules forbid, `OutOfMemory`.
+    ///
+    /// # Safety condition
+    /// Views point into memory maps that outlive the backend; see [`Backend::hold`].
+    fn pack(&mut self, parts: &[TensorView<'_>], group_rows: usize) -> Result<Mat>;
+
+    /// Takes over a matrix of which only single rows are ever read (an embedding table that is not the head).
+    fn pack_rows(&mut self, part: &TensorView<'_>) -> Result<Mat> {
+        self.pack(std::slice::from_ref(part), part.rows)
+    }
+
+    /// Takes over a vector.
+    fn vector(&mut self, name: &str, values: &[f32]) -> Result<Gain>;
+
+    /// Allocates an activation buffer.
+    fn activation(&mut self, spec: ActSpec) -> Result<Act>;
+
+    /// Allocates the KV pools, or resizes them; pages that both sizes have keep their contents, and layer
+    /// shapes and formats never change after the first call.
+    fn kv(&mut self, plan: &KvPlan) -> Result<()>;
+
+    /// Takes the next pass's data. The batch has passed [`Batch::check`].
+    fn upload(&mut self, batch: &Batch) -> Result<()>;
+
+    /// Carries out `program`, a straight-line function of the model and `shape`. Returns once the work is
+    /// done or queued.
+    fn run(&mut self, shape: &BatchShape, program: &(dyn Fn(&mut dyn Ops) + Sync)) -> Result<()>;
+
+    /// Waits for the oldest run and hands over what it left.
+    fn collect(&mut self) -> Result<Outcome>;
+
+    /// Reads the first `rows` rows of a float32 activation, as the last pass left it.
+    fn read(&mut self, act: Act, rows: usize, out: &mut Vec<f32>) -> Result<()>;
+
+    /// Writes one position's keys and values (`kv_heads * head_dim` each) straight into a page.
+    fn kv_store(&mut self, cache: KvRef, page: usize, in_page: usize, k: &[f32], v: &[f32]) -> Result<()>;
+
+    /// Reads one position's keys and values as stored.
+    fn kv_load(
+        &mut self,
+        cache: KvRef,
+        page: usize,
+        in_page: usize,
+        k: &mut [f32],
+        v: &mut [f32],
+    ) -> Result<()>;
+
+    /// Bytes held.
+    fn memory(&self) -> MemoryUse;
+}
