@@ -160,7 +160,7 @@ fn fp8_without_a_usable_scale_is_refused() {
         Err(view_error(fp8(Tensor::codes("weight_scale", Dtype::U8, &[1])))),
         &["weight_scale", "U8", "BF16"],
     );
-    for (index, bad) in [(0, f32::NAN), (77, f32::INFINITY), (ROWS - 1, -1.0), (5, 0.0)] {
+    for (index, bad) in [(0, f32::NAN), (77, f32::INFINITY), (78, 1e36), (ROWS - 1, -1.0), (5, 0.0)] {
         let mut rows = vec![1.0; ROWS];
         rows[index] = bad;
         let error = view_error(fp8(Tensor::f32s("weight_scale", &[ROWS, 1], &rows)));
@@ -252,10 +252,14 @@ fn nvfp4_without_usable_scales_is_refused() {
             let name = less.remove(dropped).name;
             message::<()>(Err(view_error(less)), &[&format!("q_proj.{name}"), "missing"]);
         }
-        for bad in [0.0, -1.0, f32::NAN, f32::INFINITY] {
+        for bad in [0.0, -1.0, f32::NAN, f32::INFINITY, if tensor == "weight_scale_2" { 1e36 } else { 1e-36 }]
+        {
             let error = view_error(nvfp4(codes, tensor, bad));
             assert!(matches!(error, Error::BadScale { .. }), "{error:?}");
-            message::<()>(Err(error), &[&format!("q_proj.{tensor}"), "finite and positive"]);
+            message::<()>(
+                Err(error),
+                &[&format!("q_proj.{tensor}"), "positive, with weights that are finite"],
+            );
         }
         for (byte, found) in [(0x7f, "NaN"), (0xff, "NaN"), (0xb8, "-1"), (0x81, "-0.001953125")] {
             let mut bad = parts();
@@ -281,7 +285,10 @@ fn nvfp4_without_usable_scales_is_refused() {
         &["q_proj.weight_global_scale"],
     );
     // A divisor without a finite reciprocal.
-    message::<()>(Err(view_error(nvfp4("weight_packed", "weight_global_scale", 1e-40))), &["reciprocal"]);
+    message::<()>(
+        Err(view_error(nvfp4("weight_packed", "weight_global_scale", 1e-40))),
+        &["weights that are finite"],
+    );
 }
 
 /// 3 x 96: three groups of 32 a row.
