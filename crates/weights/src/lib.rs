@@ -10,6 +10,7 @@
 
 mod checkpoint;
 mod error;
+pub mod export;
 pub mod names;
 mod quant;
 pub mod safetensors;
