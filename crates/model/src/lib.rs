@@ -1,1 +1,24 @@
-//! placeholder
+//! What Gemma computes.
+//!
+//! [`Config`] is read from `config.json` or GGUF metadata and validated; [`Model::build`] asks a checkpoint
+//! for its tensors, hands them to a backend and keeps handles; [`forward()`] is the one pass, over the verbs of
+//! [`lapidary_ops::Ops`]. [`kv_plan`](mod@kv_plan) decides which layers keep keys and values.
+//!
+//! Deliberately absent: any device (backends never appear here), any file format, tokens as text, scheduling.
+
+mod build;
+mod config;
+mod config_json;
+mod error;
+pub mod forward;
+pub mod kv_plan;
+mod layer;
+pub mod model;
+mod moe;
+mod per_layer;
+
+pub use build::{BuildOptions, EmbedScale, Progress};
+pub use config::{Config, Family, LayerConfig, MoeConfig, PerLayerConfig, Rope, VisionBlocks};
+pub use error::{Error, Result};
+pub use forward::forward;
+pub use model::{Limits, Model};

@@ -1,0 +1,103 @@
+//! A model on a device, one batch at a time.
+
+use lapidary_model::kv_plan::kv_plan;
+use lapidary_model::{Model, forward};
+use lapidary_ops::{
+    Backend, Batch, BatchShape, DeviceReport, GROUPS, KvFormat, KvPlan, MemoryUse, Ops, Outcome,
+};
+
+use crate::error::{Error, Result};
+
+/// Owns the device and the pools; knows nothing of sequences.
+#[derive(Debug)]
+pub struct Runner {
+    model: Model,
+    backend: Box<dyn Backend>,
+    plan: KvPlan,
+}
+
+impl Runner {
+    /// Takes over a model that was built on `backend`, with pools for one sequence of `context` positions.
+    ///
+    /// # Errors
+    /// The backend cannot hold the pools.
+    pub fn new(
+        model: Model,
+        mut backend: Box<dyn Backend>,
+        kv: [KvFormat; GROUPS],
+        context: usize,
+    ) -> Result<Runner> {
+        if context == 0 {
+            return Err(Error::Zero { what: "context" });
+        }
+        let plan = kv_plan(&model.config, kv, 1, context, model.limits.rows);
+        backend.kv(&plan)?;
+        Ok(Runner { model, backend, plan })
+    }
+
+    /// The model.
+    pub fn model(&self) -> &Model {
+        &self.model
+    }
+
+    /// How keys and values are laid out.
+    pub fn plan(&self) -> &KvPlan {
+        &self.plan
+    }
+
+    /// Bytes that the device holds.
+    pub fn memory(&self) -> MemoryUse {
+        self.backend.memory()
+    }
+
+    /// What the device is and which kernels it chose.
+    pub fn report(&self) -> DeviceReport {
+        self.backend.report()
+    }
+
+    /// Resizes the pools to `pages`; pages that both sizes have keep their contents.
+    pub(crate) fn resize(&mut self, pages: [usize; GROUPS]) -> Result<()> {
+        let mut plan = self.plan.clone();
+        for (group, pages) in plan.groups.iter_mut().zip(pages) {
+            group.pages = pages;
+        }
+        self.backend.kv(&plan)?;
+        self.plan = plan;
+        Ok(())
+    }
+
+    /// Runs the model's pass over `batch`.
+    ///
+    /// # Errors
+    /// `Backend` with what is wrong with the batch; nothing has run then.
+    pub fn run(&mut self, batch: &Batch, shape: &BatchShape) -> Result<Outcome> {
+        self.run_program(batch, shape, &|s, m, shape| forward(s, m, shape))
+    }
+
+    /// Runs any other straight-line program over the model's handles.
+    pub(crate) fn run_program(
+        &mut self,
+        batch: &Batch,
+        shape: &BatchShape,
+        program: &(dyn Fn(&mut dyn Ops, &Model, &BatchShape) + Sync),
+    ) -> Result<Outcome> {
+        let c = &self.model.config;
+        let limits = self.model.limits;
+        if shape.rows > limits.rows {
+            return Err(Error::TooManyRows { rows: shape.rows, limit: limits.rows });
+        }
+        if shape.head_rows > limits.head_rows {
+            return Err(Error::TooManyRows { rows: shape.head_rows, limit: limits.head_rows });
+        }
+        let per_layer_vocab = c.per_layer.map_or(c.vocab, |p| p.vocab);
+        batch.check(&self.plan, c.hidden, c.vocab, per_layer_vocab).map_err(lapidary_ops::Error::Batch)?;
+        let model = &self.model;
+        self.backend.upload(batch)?;
+        self.backend.run(shape, &|s| program(s, model, shape))?;
+        Ok(self.backend.collect()?)
+    }
+
+    pub(crate) fn backend(&mut self) -> &mut dyn Backend {
+        self.backend.as_mut()
+    }
+}

@@ -1,0 +1,86 @@
+//! One memory-mapped file.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+use memmap2::Mmap;
+
+use super::{Entry, Header};
+use crate::{Error, Result};
+
+/// A safetensors file: its header in memory, its data mapped.
+#[derive(Debug)]
+pub struct File {
+    path: PathBuf,
+    map: Mmap,
+    header: Header,
+    by_name: HashMap<String, usize>,
+}
+
+impl File {
+    /// Opens a file and checks its header against its length. The data is not touched.
+    ///
+    /// # Errors
+    /// As [`Header::parse`], or the file cannot be read.
+    pub fn open(path: &Path) -> Result<File> {
+        let map = map(path)?;
+        let header = Header::parse(&map, path)?;
+        let by_name = header.entries.iter().enumerate().map(|(i, e)| (e.name.clone(), i)).collect();
+        Ok(File { path: path.to_owned(), map, header, by_name })
+    }
+
+    /// Where the file is.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Length of the file in bytes.
+    pub fn len(&self) -> u64 {
+        self.map.len() as u64
+    }
+
+    /// Whether the file holds no tensor.
+    pub fn is_empty(&self) -> bool {
+        self.header.entries.is_empty()
+    }
+
+    /// The tensors in the order of their data.
+    pub fn entries(&self) -> &[Entry] {
+        &self.header.entries
+    }
+
+    /// The free-form strings of the header.
+    pub fn metadata(&self) -> &std::collections::BTreeMap<String, String> {
+        &self.header.metadata
+    }
+
+    /// The entry with this name.
+    pub fn find(&self, name: &str) -> Option<&Entry> {
+        self.by_name.get(name).map(|&i| &self.header.entries[i])
+    }
+
+    /// The bytes of an entry of this file.
+    pub fn bytes(&self, entry: &Entry) -> &[u8] {
+        let start = self.header.data_start as usize;
+        &self.map[start + entry.begin as usize..start + entry.end as usize]
+    }
+}
+
+/// Maps a file for reading; an empty file, which cannot be mapped, is reported as truncated.
+fn map(path: &Path) -> Result<Mmap> {
+    let io = |source| Error::Io { path: path.to_owned(), source };
+    let file = std::fs::File::open(path).map_err(io)?;
+    let found = file.metadata().map_err(io)?.len();
+    if found == 0 {
+        return Err(Error::Truncated {
+            path: path.to_owned(),
+            what: "the header length".to_owned(),
+            needed: 8,
+            found,
+        });
+    }
+    // SAFETY: the map is read-only and lives as long as the views into it. Another process that shortens the
+    // file meanwhile can still fault us; checkpoints are written once, and copying 60 GB to exclude that is no
+    // trade a user would make.
+    unsafe { Mmap::map(&file) }.map_err(io)
+}
