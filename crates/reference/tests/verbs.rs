@@ -68,17 +68,18 @@ impl Bench {
     }
 }
 
-/// One sequence at the given positions, tokens equal to the row, pages 3 and 1 in this order from block 0.
+/// One sequence at the given positions, tokens equal to the row, pages 3 and 1 in this order from block 0 in
+/// both groups. The tables start at different places, so that one taken for the other leads elsewhere.
 fn batch(positions: std::ops::Range<i32>) -> Batch {
     let rows = positions.len();
-    let table = PageTable { start: 0, count: 2, first_block: 0 };
+    let table = |start| PageTable { start, count: 2, first_block: 0 };
     Batch {
         tokens: (0..rows as i32).collect(),
         per_layer_tokens: (0..rows as i32).collect(),
         visible_to: [positions.clone().map(|p| p + 1).collect(), positions.clone().map(|p| p + 1).collect()],
         positions: positions.collect(),
-        spans: vec![RowSpan { first_row: 0, rows, tables: [table; 2] }],
-        pages: [vec![3, 1], vec![3, 1]],
+        spans: vec![RowSpan { first_row: 0, rows, tables: [table(0), table(1)] }],
+        pages: [vec![3, 1, 0], vec![0, 3, 1]],
         heads: vec![rows as i32 - 1],
         ..Batch::default()
     }
@@ -228,7 +229,7 @@ fn values_from_keys_are_the_raw_projection() {
     let rows = batch(0..1);
     let rope = quarter_turn(&mut b, &rows);
     let (ones, uneven) = (b.gain(&[1.0; 4]), b.gain(&[3.0, 1.0, 1.0, 1.0]));
-    let qkv = b.filled(&rows, 8, &[2.0, 0.0, 0.0, 0.0, 4.0, 0.0, 0.0, 0.0]);
+    let qkv = b.filled(&rows, 8, &[2.0, 0.0, 0.0, 0.0, 4.0, 4.0, 4.0, 4.0]);
     let kv = KvSpec {
         k_norm: Norm { gain: uneven, eps: 0.0 },
         values: ValueSource::Keys,
@@ -240,8 +241,8 @@ fn values_from_keys_are_the_raw_projection() {
     b.run(&rows, &|ops| ops.qkv_finish(qkv, &spec));
     let (mut k, mut v) = ([0.0; 4], [0.0; 4]);
     b.on.kv_load(SLIDING, 3, 0, &mut k, &mut v).unwrap();
-    // The key is normed by its gain and turned, the value only normed.
-    assert_eq!((k, v), ([0.0, 0.0, 6.0, 0.0], [2.0, 0.0, 0.0, 0.0]));
+    // The key is normed to [3, 1, 1, 1] and turned; the value knows neither gain nor turn.
+    assert_eq!((k, v), ([-1.0, 1.0, 3.0, 1.0], [1.0; 4]));
 }
 
 /// Attention with keys of zero: every visible key weighs the same, so the output is the mean of the values.
@@ -340,6 +341,7 @@ fn rows_of_two_sequences_read_their_own_pages() {
     let mut rows = batch(0..3);
     // Rows 0 and 1 are positions 0 and 1 of one sequence on page 3, row 2 is position 0 of another on page 1.
     let table = |start| PageTable { start, count: 1, first_block: 0 };
+    rows.pages = [vec![0; 2], vec![3, 1]];
     rows.spans = vec![
         RowSpan { first_row: 0, rows: 2, tables: [table(0); 2] },
         RowSpan { first_row: 2, rows: 1, tables: [table(1); 2] },
