@@ -437,6 +437,8 @@ fn reaches_tail(point: TapPoint, last_writer: usize) -> bool {
     match point {
         TapPoint::Embed | TapPoint::PerLayer | TapPoint::FinalNorm => false,
         TapPoint::Qkv(layer) => layer > last_writer,
-        TapPoint::Attn(l) | TapPoint::Routes(l) | TapPoint::Mlp(l) | TapPoint::LayerOut(l) => l >= last_writer,
+        TapPoint::Attn(l) | TapPoint::Routes(l) | TapPoint::Mlp(l) | TapPoint::LayerOut(l) => {
+            l >= last_writer
+        }
     }
 }

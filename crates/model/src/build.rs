@@ -11,7 +11,7 @@ use lapidary_ops::{
     Act, ActKind, ActRows, ActSpec, AttnSpec, Backend, BatchShape, ExpertSpec, Gain, GainSpec, Group, KvSpec,
     Mat, MatSpec, Norm, PerLayerSpec, QkvSpec, RouteSpec, TailRows, TensorView, ValueSource,
 };
-use lapidary_weights::{Checkpoint, ExpertPart, LayerRole, Role};
+use lapidary_weights::{Checkpoint, ExpertPart, Kind, LayerRole, Role};
 
 use crate::config::Config;
 use crate::error::{Error, Result};
@@ -65,7 +65,7 @@ impl Model {
         options: &BuildOptions,
         progress: &mut dyn FnMut(Progress),
     ) -> Result<Model> {
-        let total = checkpoint.total_bytes();
+        let total = checkpoint.total_bytes() as usize;
         let mut b = Builder {
             config: &config,
             checkpoint,
@@ -79,7 +79,7 @@ impl Model {
         };
         let acts = b.acts()?;
         let embed_view = checkpoint.expect(Role::Embed, config.vocab, config.hidden)?;
-        let embed_is_bf16 = embed_view.format == lapidary_ops::Format::Bf16 && checkpoint.is_safetensors();
+        let embed_is_bf16 = embed_view.format == lapidary_ops::Format::Bf16 && is_safetensors(checkpoint);
         let root = (config.hidden as f32).sqrt();
         let embed_scale = match options.embed_scale {
             EmbedScale::F32 => root,
@@ -150,6 +150,10 @@ impl Model {
             has_taps: false,
         }
     }
+}
+
+fn is_safetensors(checkpoint: &Checkpoint) -> bool {
+    checkpoint.kind() == Kind::Safetensors
 }
 
 struct Builder<'a> {
@@ -249,9 +253,9 @@ impl Builder<'_> {
 
     /// A norm's gain as it multiplies.
     fn norm(&mut self, role: Role, len: usize) -> Result<Norm> {
-        let mut values = self.checkpoint.vector(role, len)?;
+        let mut values = self.checkpoint.expect_vector(role, len)?;
         // GGUF files carry the sum already.
-        if self.config.norm_plus_one && self.checkpoint.is_safetensors() {
+        if self.config.norm_plus_one && is_safetensors(self.checkpoint) {
             values.iter_mut().for_each(|v| *v += 1.0);
         }
         let gain = self.gain(format!("{role}"), &values)?;
@@ -266,7 +270,7 @@ impl Builder<'_> {
             let mut values = self.config.rope[group.index()].inv_freq(head_dim);
             // Divisors from the file take the place of the config's partial rotation, on full layers only.
             if group == Group::Full && layer.is_some() && self.checkpoint.tensor(Role::RopeFreqs)?.is_some() {
-                let divisors = self.checkpoint.vector(Role::RopeFreqs, head_dim / 2)?;
+                let divisors = self.checkpoint.expect_vector(Role::RopeFreqs, head_dim / 2)?;
                 let whole = crate::config::Rope { rotated: 1.0, ..self.config.rope[group.index()] };
                 values = whole.inv_freq(head_dim).iter().zip(&divisors).map(|(f, d)| f / d).collect();
                 if let Some(i) = values.iter().position(|v| !v.is_finite()) {
@@ -335,7 +339,7 @@ impl Builder<'_> {
             _ => None,
         };
         let scalar = match self.config.layer_scalar {
-            true => Some(self.checkpoint.vector(at(LayerRole::LayerScalar), 1)?[0]),
+            true => Some(self.checkpoint.expect_vector(at(LayerRole::LayerScalar), 1)?[0]),
             false => None,
         };
         Ok(Layer {
@@ -416,25 +420,31 @@ impl Builder<'_> {
         let m = self.config.moe.expect("the caller saw experts");
         let hidden = self.config.hidden;
         let at = |role| Role::Layer(index as u32, role);
-        let mut scale = self.checkpoint.vector(at(LayerRole::RouterScale), hidden)?;
+        let mut scale = self.checkpoint.expect_vector(at(LayerRole::RouterScale), hidden)?;
         let root = (hidden as f32).sqrt().recip();
         scale.iter_mut().for_each(|s| *s *= root);
         let router_gain = self.gain(format!("{} / sqrt(hidden)", at(LayerRole::RouterScale)), &scale)?;
         let per_expert_role = at(LayerRole::PerExpertScale);
         // Some quantised conversions fold this scale into the experts and leave it out.
-        let per_expert = match self.checkpoint.is_safetensors() || self.checkpoint.tensor(per_expert_role)?.is_some()
-        {
-            true => self.checkpoint.vector(per_expert_role, m.experts)?,
-            false => vec![1.0; m.experts],
-        };
+        let per_expert =
+            match is_safetensors(self.checkpoint) || self.checkpoint.tensor(per_expert_role)?.is_some() {
+                true => self.checkpoint.expect_vector(per_expert_role, m.experts)?,
+                false => vec![1.0; m.experts],
+            };
         let router = self.checkpoint.expect(at(LayerRole::Router), m.experts, hidden)?;
         let mut gate_up = Vec::with_capacity(2 * m.experts);
         let mut down = Vec::with_capacity(m.experts);
         for e in 0..m.experts {
             for part in [ExpertPart::Gate, ExpertPart::Up] {
-                gate_up.push(self.checkpoint.expect_expert(index, e, part, m.width, hidden)?);
+                gate_up.push(self.checkpoint.expect_expert(index as u32, e as u32, part, m.width, hidden)?);
             }
-            down.push(self.checkpoint.expect_expert(index, e, ExpertPart::Down, hidden, m.width)?);
+            down.push(self.checkpoint.expect_expert(
+                index as u32,
+                e as u32,
+                ExpertPart::Down,
+                hidden,
+                m.width,
+            )?);
         }
         Ok(Moe {
             dense,

@@ -202,7 +202,10 @@ impl Config {
                 ));
             }
             if l.head_dim == 0 || !l.head_dim.is_multiple_of(2) || l.head_dim > MAX_DIM {
-                return Err(Error::config("head_dim", format!("layer {i} has head dimension {}", l.head_dim)));
+                return Err(Error::config(
+                    "head_dim",
+                    format!("layer {i} has head dimension {}", l.head_dim),
+                ));
             }
             if l.intermediate == 0 || l.intermediate > MAX_DIM {
                 return Err(Error::config("intermediate_size", format!("layer {i} has {}", l.intermediate)));
@@ -244,7 +247,10 @@ impl Config {
         }
         for (field, id) in [("pad_token_id", self.pad), ("bos_token_id", self.bos)] {
             if id as usize >= self.vocab {
-                return Err(Error::config(field, format!("{id} is outside the vocabulary of {}", self.vocab)));
+                return Err(Error::config(
+                    field,
+                    format!("{id} is outside the vocabulary of {}", self.vocab),
+                ));
             }
         }
         Ok(self)

@@ -133,11 +133,7 @@ fn gemma4(root: &Value, t: &Value, model_type: &str, unified: bool) -> Result<Co
         heads,
         layers,
         window: usize_or(t, "sliding_window", if unified { 1024 } else { 512 })?,
-        max_positions: usize_or(
-            t,
-            "max_position_embeddings",
-            if unified { 262_144 } else { 131_072 },
-        )?,
+        max_positions: usize_or(t, "max_position_embeddings", if unified { 262_144 } else { 131_072 })?,
         eps: f64_or(t, "rms_norm_eps", 1e-6)? as f32,
         final_softcap: opt_f64(t, "final_logit_softcapping")?.map(|c| c as f32),
         attn_softcap: opt_f64(t, "attn_logit_softcapping")?.map(|c| c as f32),
@@ -310,7 +306,9 @@ fn layer_types(t: &Value, count: usize) -> Result<Option<Vec<Group>>> {
     let kind = |v: &Value| match v.as_str() {
         Some("sliding_attention") => Ok(Group::Sliding),
         Some("full_attention") => Ok(Group::Full),
-        _ => Err(Error::config("layer_types", format!("{v} is neither sliding_attention nor full_attention"))),
+        _ => {
+            Err(Error::config("layer_types", format!("{v} is neither sliding_attention nor full_attention")))
+        }
     };
     list.iter().map(kind).collect::<Result<Vec<_>>>().map(Some)
 }

@@ -105,10 +105,21 @@ impl SamplingParams {
         }
     }
 
+    /// Whether the choice is the model's own best token, so that no logits need be looked at.
+    pub fn is_plain_greedy(&self) -> bool {
+        self.temperature == 0.0
+            && self.logprobs.is_none()
+            && self.suppress.is_empty()
+            && self.logit_bias.is_empty()
+            && !self.penalises()
+    }
+
     /// Whether any logit differs from the model's before the filters.
     pub(super) fn edits_logits(&self, counts: &TokenCounts) -> bool {
-        let penalised =
-            self.repetition_penalty != 1.0 || self.presence_penalty != 0.0 || self.frequency_penalty != 0.0;
-        !self.suppress.is_empty() || !self.logit_bias.is_empty() || (penalised && !counts.is_empty())
+        !self.suppress.is_empty() || !self.logit_bias.is_empty() || (self.penalises() && !counts.is_empty())
+    }
+
+    fn penalises(&self) -> bool {
+        self.repetition_penalty != 1.0 || self.presence_penalty != 0.0 || self.frequency_penalty != 0.0
     }
 }
