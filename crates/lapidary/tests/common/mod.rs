@@ -3,6 +3,7 @@
 
 use std::path::Path;
 
+use lapidary_cpu::{Compute, CpuBackend, CpuOptions};
 use lapidary_engine::{Runner, Stepper};
 use lapidary_model::{BuildOptions, Config, EmbedScale, Limits, Model};
 use lapidary_ops::{Backend, KvFormat};
@@ -13,15 +14,20 @@ use lapidary_weights::{Checkpoint, ConfigSource};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum On {
     Reference,
+    Cpu { threads: usize },
 }
 
 /// Every backend that must give the reference's float32 results.
-pub const EVERY: [On; 1] = [On::Reference];
+pub const EVERY: [On; 3] = [On::Reference, On::Cpu { threads: 1 }, On::Cpu { threads: 2 }];
 
 impl On {
     pub fn backend(self) -> Box<dyn Backend> {
         match self {
             On::Reference => Box::new(ReferenceBackend::new()),
+            On::Cpu { threads } => {
+                let options = CpuOptions { threads: Some(threads), compute: Compute::F32, level: None };
+                Box::new(CpuBackend::new(options).expect("the CPU is a device"))
+            }
         }
     }
 }
