@@ -18,3 +18,5 @@ pub mod safetensors;
 pub use checkpoint::{Checkpoint, ConfigSource, FormatShare, Ignored, Kind, Stored, TextFiles};
 pub use error::{Error, Result};
 pub use names::{ExpertPart, LayerRole, Role};
+//! placeholder
+pub mod gguf;
