@@ -25,6 +25,7 @@ pub use gguf::GgufVocab;
 use literal::Literals;
 pub(crate) use literal::Segment;
 pub use specials::SpecialIds;
+pub(crate) use specials::is_control_name;
 
 /// The character that stands for a space inside pieces.
 const SPACE: &str = "\u{2581}";

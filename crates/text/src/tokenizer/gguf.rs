@@ -131,7 +131,9 @@ fn piece(id: usize, text: String, kind: i32) -> Result<(String, Kind)> {
             }
         },
         other => {
-            return Err(Error::Vocabulary(format!("token {id} ({text:?}) has type {other}; expected 1 to 6")));
+            return Err(Error::Vocabulary(format!(
+                "token {id} ({text:?}) has type {other}; expected 1 to 6"
+            )));
         }
     };
     // Converters write user-defined runs of spaces as spaces; the vocabulary proper has U+2581.
