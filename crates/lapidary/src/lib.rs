@@ -1,1 +1,4 @@
 //! placeholder
+
+#[cfg(feature = "hub")]
+pub mod hub;

@@ -11,6 +11,7 @@
 mod checkpoint;
 mod error;
 pub mod export;
+pub mod gguf;
 pub mod names;
 mod quant;
 pub mod safetensors;
@@ -18,5 +19,3 @@ pub mod safetensors;
 pub use checkpoint::{Checkpoint, ConfigSource, FormatShare, Ignored, Kind, Stored, TextFiles};
 pub use error::{Error, Result};
 pub use names::{ExpertPart, LayerRole, Role};
-//! placeholder
-pub mod gguf;
