@@ -344,7 +344,10 @@ fn rewinding_to_the_exact_border_and_not_beyond() {
                 for high in [33, 96, 97, 160, 161, 192, 223, 230] {
                     let what = format!("{} {on:?} chunk {chunk} high {high}", name(&folder));
                     let border = earliest(&s, high, chunk);
-                    assert!(border + chunk.max(16) <= high || border == 0, "{what}: the promised rollback, border {border}");
+                    assert!(
+                        border + chunk.max(16) <= high || border == 0,
+                        "{what}: the promised rollback, border {border}"
+                    );
                     s.reset();
                     s.prefill(&prompt[..high]).unwrap();
                     let before = logits(&mut s);
