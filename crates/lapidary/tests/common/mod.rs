@@ -1,6 +1,9 @@
 //! Models for the tests of this folder, on either backend.
 #![allow(dead_code, reason = "each test file uses its own part")]
 
+pub mod drive;
+pub mod spy;
+
 use std::path::Path;
 
 use lapidary_cpu::{Compute, CpuBackend, CpuOptions};
