@@ -1,4 +1,5 @@
 //! placeholder
 
+pub mod convert;
 #[cfg(feature = "hub")]
 pub mod hub;
