@@ -1,1 +1,9 @@
 //! placeholder
+
+pub mod bandwidth;
+pub mod capture;
+pub mod check;
+pub mod host;
+#[cfg(feature = "hub")]
+pub mod hub;
+pub mod plan;
