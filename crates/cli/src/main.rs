@@ -1,1 +1,2 @@
+//! The `lapidary` command.
 fn main() {}
