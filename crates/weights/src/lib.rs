@@ -11,6 +11,7 @@
 mod checkpoint;
 mod error;
 pub mod export;
+pub mod gguf;
 pub mod names;
 mod quant;
 pub mod safetensors;
