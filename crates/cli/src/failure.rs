@@ -39,7 +39,10 @@ pub fn one_line_panics() {
         let text = payload.downcast_ref::<&str>().map(|s| s.to_string());
         let text = text.or_else(|| payload.downcast_ref::<String>().cloned()).unwrap_or_default();
         let place = info.location().map_or(String::new(), |l| format!(" at {}:{}", l.file(), l.line()));
-        eprintln!("error: internal error{place}: {}; report it, with RUST_BACKTRACE=1 for more", one_line(&text));
+        eprintln!(
+            "error: internal error{place}: {}; report it, with RUST_BACKTRACE=1 for more",
+            one_line(&text)
+        );
     }));
 }
 
@@ -84,9 +87,12 @@ fn of_weights(error: &lapidary_weights::Error) -> Option<&'static str> {
     use lapidary_weights::Error::*;
     match error {
         Io { source, .. } | Write { source, .. } => of_io(source.kind()),
-        BadHeader { .. } | BadTensor { .. } | Overlap { .. } | Hole { .. } | BadScale { .. } | NotFinite { .. } => {
-            Some("the file is damaged, fetch it again")
-        }
+        BadHeader { .. }
+        | BadTensor { .. }
+        | Overlap { .. }
+        | Hole { .. }
+        | BadScale { .. }
+        | NotFinite { .. } => Some("the file is damaged, fetch it again"),
         BadIndex { .. } | MissingTensor { .. } => Some("fetch the model's files again, all of one revision"),
         BadConfig { .. } => Some("fetch the file again"),
         WrongShape { .. } => Some("check that config.json and the weights belong together"),

@@ -94,11 +94,19 @@ pub fn limits(options: &LoadOptions, config: &Config) -> Limits {
 pub fn plan(checkpoint: &Checkpoint, config: &Config, options: &LoadOptions) -> MemoryPlan {
     let limits = limits(options, config);
     let context = options.context_for(config);
-    MemoryPlan::new(checkpoint, config, &PlanOptions { context, sequences: 1, limits, kv: [options.kv_format(); 2] })
+    MemoryPlan::new(
+        checkpoint,
+        config,
+        &PlanOptions { context, sequences: 1, limits, kv: [options.kv_format(); 2] },
+    )
 }
 
 /// Loads a model without its text, after a look at the memory.
-pub fn stepper(checkpoint: &Checkpoint, options: &LoadOptions, ignore_memory: bool) -> anyhow::Result<Stepper> {
+pub fn stepper(
+    checkpoint: &Checkpoint,
+    options: &LoadOptions,
+    ignore_memory: bool,
+) -> anyhow::Result<Stepper> {
     let config = config(checkpoint)?;
     if let Some(cap) = options.final_softcap {
         let own = config.final_softcap.map_or("none".to_string(), |c| c.to_string());
@@ -124,5 +132,13 @@ fn fits(plan: &MemoryPlan) -> anyhow::Result<()> {
             report::bytes(available)
         ),
         _ => Ok(()),
+    }
+}
+
+/// The model's tokenizer.
+pub fn tokenizer(checkpoint: &Checkpoint) -> anyhow::Result<lapidary_text::Tokenizer> {
+    match &checkpoint.text_files().tokenizer {
+        Some(path) => Ok(lapidary_text::Tokenizer::from_json(&std::fs::read(path)?)?),
+        None => bail!("no tokenizer"),
     }
 }

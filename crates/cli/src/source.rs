@@ -47,7 +47,9 @@ fn from_hub(name: &str, store: StoreArgs) -> anyhow::Result<PathBuf> {
 
 #[cfg(not(feature = "hub"))]
 fn from_hub(name: &str, _: StoreArgs) -> anyhow::Result<PathBuf> {
-    bail!("there is no file or folder {name}, and this build cannot download models; name a folder or a .gguf file")
+    bail!(
+        "there is no file or folder {name}, and this build cannot download models; name a folder or a .gguf file"
+    )
 }
 
 #[cfg(test)]

@@ -30,26 +30,28 @@ pub fn read_bandwidth(threads: usize) -> ReadBandwidth {
     let wanted = host::largest_cache().map_or(0, |c| 4 * c as usize).max(LEAST_BYTES);
     let most = host::memory().available.map_or(usize::MAX, |a| a as usize / 4);
     let words = (wanted.min(most) / threads / size_of::<u64>()).max(1 << 17);
-    let barrier = Barrier::new(threads + 1);
-    let mut best = f64::INFINITY;
-    std::thread::scope(|scope| {
-        for _ in 0..threads {
-            scope.spawn(|| {
-                let stripe: Vec<u64> = (0..words as u64).collect();
-                for _ in 0..PASSES {
-                    barrier.wait();
-                    black_box(sum(&stripe));
-                    barrier.wait();
-                }
-            });
-        }
-        for _ in 0..PASSES {
-            barrier.wait();
-            let start = Instant::now();
-            barrier.wait();
-            best = best.min(start.elapsed().as_secs_f64());
-        }
+    let barrier = Barrier::new(threads);
+    let times: Vec<Vec<(Instant, Instant)>> = std::thread::scope(|scope| {
+        let reader = || {
+            let stripe: Vec<u64> = (0..words as u64).collect();
+            let pass = |_| {
+                barrier.wait();
+                let start = Instant::now();
+                black_box(sum(black_box(&stripe)));
+                (start, Instant::now())
+            };
+            (0..PASSES).map(pass).collect()
+        };
+        let readers: Vec<_> = (0..threads).map(|_| scope.spawn(reader)).collect();
+        readers.into_iter().map(|r| r.join().expect("reading memory cannot panic")).collect()
     });
+    // A pass lasts from the first thread's start to the last one's end.
+    let seconds = |pass: usize| {
+        let first = times.iter().map(|t| t[pass].0).min().expect("there is a thread");
+        let last = times.iter().map(|t| t[pass].1).max().expect("there is a thread");
+        (last - first).as_secs_f64()
+    };
+    let best = (0..PASSES).map(seconds).fold(f64::INFINITY, f64::min);
     let bytes = words * size_of::<u64>() * threads;
     ReadBandwidth { threads, bytes, bytes_per_second: bytes as f64 / best }
 }

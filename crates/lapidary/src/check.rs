@@ -25,7 +25,7 @@ pub enum Level {
 
 impl fmt::Display for Level {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
+        f.pad(match self {
             Level::Ok => "OK",
             Level::Warn => "WARN",
             Level::Fail => "FAIL",
@@ -67,9 +67,8 @@ pub fn host() -> Vec<Finding> {
         _ => format!("{usable} usable"),
     };
     let memory = host::memory();
-    let gib = |bytes: u64| format!("{:.1} GiB", bytes as f64 / (1u64 << 30) as f64);
     let (level, detail) = match (memory.total, memory.available) {
-        (Some(total), Some(free)) => (Level::Ok, format!("{} available of {}", gib(free), gib(total))),
+        (Some(total), Some(free)) => (Level::Ok, format!("{} available of {}", size(free), size(total))),
         _ => (Level::Warn, "the system does not tell how much there is".to_string()),
     };
     vec![
@@ -103,34 +102,34 @@ pub fn device(report: &DeviceReport, formats: &[Format]) -> Vec<Finding> {
 
 /// Whether the plan fits the memory that is left.
 pub fn fit(plan: &MemoryPlan, context: usize) -> Finding {
-    let gib = |bytes: u64| bytes as f64 / (1u64 << 30) as f64;
     let needed = plan.total();
     let parts = format!(
-        "{:.2} GiB for a context of {context} (weights {:.2}, keys and values {:.2}, activations {:.2})",
-        gib(needed),
-        gib(plan.weight_bytes()),
-        gib(plan.kv_bytes()),
-        gib(plan.activation_bytes())
+        "{} for a context of {context} (weights {}, keys and values {}, activations {})",
+        size(needed),
+        size(plan.weight_bytes()),
+        size(plan.kv_bytes()),
+        size(plan.activation_bytes())
     );
-    match host::memory().available {
-        Some(available) if needed > available => Finding::new(
+    let (level, rest) = match host::memory().available {
+        Some(available) if needed > available => (
             Level::Fail,
-            "fit",
-            format!(
-                "needs {parts}, {:.2} GiB are available; lower --ctx or take a smaller quantisation",
-                gib(available)
-            ),
+            format!(", {} are available; lower --ctx or take a smaller quantisation", size(available)),
         ),
         // The system and other programs want some too.
-        Some(available) if needed > available / 10 * 9 => Finding::new(
-            Level::Warn,
-            "fit",
-            format!("needs {parts}, nearly all of the {:.2} GiB that are available", gib(available)),
-        ),
-        Some(available) => {
-            Finding::new(Level::Ok, "fit", format!("needs {parts} of {:.2} GiB", gib(available)))
+        Some(available) if needed > available / 10 * 9 => {
+            (Level::Warn, format!(", nearly all of the {} that are available", size(available)))
         }
-        None => Finding::new(Level::Warn, "fit", format!("needs {parts}; free memory is unknown")),
+        Some(available) => (Level::Ok, format!(", {} are available", size(available))),
+        None => (Level::Warn, ", free memory is unknown".to_string()),
+    };
+    Finding::new(level, "fit", format!("needs {parts}{rest}"))
+}
+
+/// Bytes in GiB, or in MiB where that would be nothing.
+fn size(bytes: u64) -> String {
+    match bytes {
+        0..0x4000_0000 => format!("{:.2} MiB", bytes as f64 / (1u64 << 20) as f64),
+        _ => format!("{:.2} GiB", bytes as f64 / (1u64 << 30) as f64),
     }
 }
 
@@ -171,7 +170,8 @@ pub fn inventory(checkpoint: &Checkpoint, config: &Config) -> Finding {
             Finding::new(Level::Ok, "inventory", format!("{roles} text tensors, none missing"))
         }
         [first, ..] => {
-            let detail = format!("{} tensors are missing, {first} the first; fetch the model again", missing.len());
+            let detail =
+                format!("{} tensors are missing, {first} the first; fetch the model again", missing.len());
             Finding::new(Level::Fail, "inventory", detail)
         }
     }
@@ -182,7 +182,8 @@ fn required(checkpoint: &Checkpoint, config: &Config) -> Vec<Role> {
     let mut roles = vec![Role::Embed, Role::FinalNorm];
     for (i, layer) in config.layers.iter().enumerate() {
         use LayerRole::*;
-        let mut local = vec![InputNorm, PostAttnNorm, PreFfnNorm, PostFfnNorm, QProj, OProj, QNorm, Gate, Up, Down];
+        let mut local =
+            vec![InputNorm, PostAttnNorm, PreFfnNorm, PostFfnNorm, QProj, OProj, QNorm, Gate, Up, Down];
         if layer.donor.is_none() {
             local.extend([KProj, KNorm]);
             local.extend((!layer.values_are_keys).then_some(VProj));
@@ -241,10 +242,11 @@ const SUM_TOLERANCE: f32 = 1e-2;
 pub fn forward_sums(stepper: &mut Stepper, expected: &ForwardSums) -> Finding {
     stepper.reset();
     let mut logits = vec![0.0; stepper.model().config.vocab];
-    let next = match stepper.prefill(expected.tokens).and_then(|t| stepper.logits_into(&mut logits).map(|()| t)) {
-        Ok(next) => next,
-        Err(e) => return Finding::failed("forward", &e),
-    };
+    let next =
+        match stepper.prefill(expected.tokens).and_then(|t| stepper.logits_into(&mut logits).map(|()| t)) {
+            Ok(next) => next,
+            Err(e) => return Finding::failed("forward", &e),
+        };
     let best = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let mean_abs = logits.iter().map(|v| v.abs()).sum::<f32>() / logits.len() as f32;
     let near = |a: f32, b: f32| (a - b).abs() <= SUM_TOLERANCE * (1.0 + b.abs());
@@ -271,12 +273,15 @@ pub fn forward(stepper: &mut Stepper) -> Finding {
     let length = 9.min(stepper.context());
     let tokens: Vec<u32> = std::iter::once(config.bos).chain((1..length).map(|i| ids(i) as u32)).collect();
     match both_ways(stepper, &tokens) {
-        Ok((whole, steps)) if whole == steps => {
-            Finding::new(Level::Ok, "forward", format!("{length} tokens, finite; whole and step by step to the same bits"))
-        }
+        Ok((whole, steps)) if whole == steps => Finding::new(
+            Level::Ok,
+            "forward",
+            format!("{length} tokens, finite; whole and step by step to the same bits"),
+        ),
         Ok((whole, steps)) => {
             let worst = whole.iter().zip(&steps).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
-            let detail = format!("a prompt run whole and step by step differ by {worst:e} in the logits; report this");
+            let detail =
+                format!("a prompt run whole and step by step differ by {worst:e} in the logits; report this");
             Finding::new(Level::Fail, "forward", detail)
         }
         Err(e) => Finding::failed("forward", &e),

@@ -32,7 +32,8 @@ pub fn machine_cores() -> Option<usize> {
 
 /// Bytes of the largest cache, as far as the system tells.
 pub fn largest_cache() -> Option<u64> {
-    let index = |i: usize| fs::read_to_string(format!("/sys/devices/system/cpu/cpu0/cache/index{i}/size")).ok();
+    let index =
+        |i: usize| fs::read_to_string(format!("/sys/devices/system/cpu/cpu0/cache/index{i}/size")).ok();
     (0..8).filter_map(index).filter_map(|text| cache_size(text.trim())).max()
 }
 
@@ -59,7 +60,9 @@ fn group_room(own: &str, read: impl Fn(&str) -> Option<String>) -> Option<u64> {
     let mut least: Option<u64> = None;
     for line in own.lines() {
         let mut fields = line.splitn(3, ':');
-        let (Some(_), Some(controllers), Some(path)) = (fields.next(), fields.next(), fields.next()) else { continue };
+        let (Some(_), Some(controllers), Some(path)) = (fields.next(), fields.next(), fields.next()) else {
+            continue;
+        };
         let (root, max, used) = match controllers {
             "" => ("/sys/fs/cgroup", "memory.max", "memory.current"),
             c if c.split(',').any(|c| c == "memory") => {
@@ -70,7 +73,8 @@ fn group_room(own: &str, read: impl Fn(&str) -> Option<String>) -> Option<u64> {
         let mut path = path.trim_end_matches('/');
         loop {
             let at = format!("{root}{path}");
-            if let (Some(max), Some(used)) = (number(&format!("{at}/{max}")), number(&format!("{at}/{used}"))) {
+            if let (Some(max), Some(used)) = (number(&format!("{at}/{max}")), number(&format!("{at}/{used}")))
+            {
                 let stat = read(&format!("{at}/memory.stat")).unwrap_or_default();
                 let cached = stat.lines().find_map(|l| l.strip_prefix("inactive_file "));
                 let cached = cached.and_then(|n| n.trim().parse().ok()).unwrap_or(0);
@@ -128,6 +132,9 @@ mod tests {
     fn sizes_are_read_with_their_units() {
         assert_eq!(cache_size("32768K"), Some(32 << 20));
         assert_eq!(cache_size("big"), None);
-        assert_eq!(kilobytes("MemTotal:       24 kB\nMemAvailable:   7 kB\n", "MemAvailable:"), Some(7 * 1024));
+        assert_eq!(
+            kilobytes("MemTotal:       24 kB\nMemAvailable:   7 kB\n", "MemAvailable:"),
+            Some(7 * 1024)
+        );
     }
 }

@@ -61,8 +61,7 @@ impl MemoryPlan {
     /// Plans a checkpoint; reads no tensor. Tensors that the model does not use (dead keys and values of KV-sharing
     /// layers, calibration hints) are not counted; tensors that are missing are the loader's to refuse.
     pub fn new(checkpoint: &Checkpoint, config: &Config, options: &PlanOptions) -> MemoryPlan {
-        let kv =
-            kv_plan(config, options.kv, options.sequences, options.context, options.limits.rows);
+        let kv = kv_plan(config, options.kv, options.sequences, options.context, options.limits.rows);
         let mut plan = MemoryPlan {
             weights: Vec::new(),
             vector_bytes: 0,
@@ -109,7 +108,8 @@ impl MemoryPlan {
             Share::Experts { chosen, of } => (chosen, of),
         };
         // A row or an expert is a whole part, so the division is exact for well-formed files.
-        self.weight_bytes_per_token += (u128::from(stored.bytes) * u128::from(part) / u128::from(whole)) as u64;
+        self.weight_bytes_per_token +=
+            (u128::from(stored.bytes) * u128::from(part) / u128::from(whole)) as u64;
         self.active_parameters += (u128::from(stored.values()) * u128::from(part) / u128::from(whole)) as u64;
     }
 
@@ -167,7 +167,9 @@ fn use_of(role: Role, config: &Config, untied: bool) -> Use {
         Role::FinalNorm => return Use::Vector,
         // They take the place of the computed frequencies, which are counted with the config.
         Role::RopeFreqs => return Use::Unused,
-        Role::PerLayerTable | Role::PerLayerModelProj | Role::PerLayerProjNorm if config.per_layer.is_none() => {
+        Role::PerLayerTable | Role::PerLayerModelProj | Role::PerLayerProjNorm
+            if config.per_layer.is_none() =>
+        {
             return Use::Unused;
         }
         Role::PerLayerTable => return Use::Matrix(Share::OneRow),

@@ -90,7 +90,8 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
         let mut stepper = load::stepper(&checkpoint, &options, args.device.ignore_memory)?;
         level = stepper.runner().report().level;
         for &test in &tests {
-            let rates = (0..=args.repetitions).map(|_| rate(&mut stepper, test)).collect::<Result<Vec<_>, _>>()?;
+            let rates =
+                (0..=args.repetitions).map(|_| rate(&mut stepper, test)).collect::<Result<Vec<_>, _>>()?;
             // The first run pays for page faults and warms caches.
             measured.push(Measured { threads, test, rates: rates[1..].to_vec() });
         }

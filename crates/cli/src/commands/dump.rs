@@ -84,7 +84,8 @@ impl Layers {
         if text == "all" {
             return Ok(Layers::All);
         }
-        let number = |t: &str| t.trim().parse().map_err(|_| format!("\"{t}\" is neither a layer's number nor all"));
+        let number =
+            |t: &str| t.trim().parse().map_err(|_| format!("\"{t}\" is neither a layer's number nor all"));
         let mut layers = text.split(',').map(number).collect::<Result<Vec<usize>, String>>()?;
         layers.sort_unstable();
         layers.dedup();
@@ -113,7 +114,9 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     let mut stepper = load::stepper(&checkpoint, &options, args.load.device.ignore_memory)?;
     let prompt = Prompt { tokens: args.tokens.clone(), soft };
     let captured = capture(&mut stepper, &prompt, &wanted)?;
-    if let Some(c) = captured.iter().find(|c| matches!(&c.values, Values::F32(v) if v.iter().any(|x| !x.is_finite()))) {
+    if let Some(c) =
+        captured.iter().find(|c| matches!(&c.values, Values::F32(v) if v.iter().any(|x| !x.is_finite())))
+    {
         eprintln!("warning: {} holds values that are not finite", c.name);
     }
     save(&args.output, &captured)
@@ -170,13 +173,22 @@ fn longest_run(soft: &[SoftSpan], hidden: usize) -> usize {
 fn read_soft(path: &Path, config: &Config, length: usize) -> anyhow::Result<Vec<SoftSpan>> {
     let file = File::open(path)?;
     let name = path.display();
-    let positions = i64s(&file, "positions")?.with_context(|| format!("{name} has no tensor positions; expected positions [n] of type I64"))?;
+    let positions = i64s(&file, "positions")?
+        .with_context(|| format!("{name} has no tensor positions; expected positions [n] of type I64"))?;
     let n = positions.len();
-    let entry = file.find("embeds").with_context(|| format!("{name} has no tensor embeds; expected embeds [n, H] of type F32"))?;
+    let entry = file
+        .find("embeds")
+        .with_context(|| format!("{name} has no tensor embeds; expected embeds [n, H] of type F32"))?;
     if entry.dtype != Dtype::F32 || entry.shape != [n, config.hidden] {
-        bail!("embeds in {name} is {} of shape {:?}; expected F32 of shape [{n}, {}]", entry.dtype, entry.shape, config.hidden);
+        bail!(
+            "embeds in {name} is {} of shape {:?}; expected F32 of shape [{n}, {}]",
+            entry.dtype,
+            entry.shape,
+            config.hidden
+        );
     }
-    let embeds: Vec<f32> = file.bytes(entry).as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
+    let embeds: Vec<f32> =
+        file.bytes(entry).as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
     let types = i64s(&file, "types")?.unwrap_or_else(|| vec![1; n]);
     if types.len() != n {
         bail!("types in {name} has {} entries; expected {n}, as positions has", types.len());
@@ -185,7 +197,11 @@ fn read_soft(path: &Path, config: &Config, length: usize) -> anyhow::Result<Vec<
     for (i, values) in embeds.chunks_exact(config.hidden).enumerate() {
         let start = usize::try_from(positions[i]).ok().filter(|&p| p < length);
         let Some(start) = start else {
-            bail!("positions in {name}: entry {i} is {}; expected 0 to {}, the places of --tokens", positions[i], length - 1);
+            bail!(
+                "positions in {name}: entry {i} is {}; expected 0 to {}, the places of --tokens",
+                positions[i],
+                length - 1
+            );
         };
         let kind = match types[i] {
             1 => SoftKind::Vision,
@@ -204,7 +220,12 @@ fn read_soft(path: &Path, config: &Config, length: usize) -> anyhow::Result<Vec<
 fn i64s(file: &File, name: &str) -> anyhow::Result<Option<Vec<i64>>> {
     let Some(entry) = file.find(name) else { return Ok(None) };
     if entry.dtype != Dtype::I64 || entry.shape.len() != 1 {
-        bail!("{name} in {} is {} of shape {:?}; expected I64 of shape [n]", file.path().display(), entry.dtype, entry.shape);
+        bail!(
+            "{name} in {} is {} of shape {:?}; expected I64 of shape [n]",
+            file.path().display(),
+            entry.dtype,
+            entry.shape
+        );
     }
     Ok(Some(file.bytes(entry).as_chunks::<8>().0.iter().map(|b| i64::from_le_bytes(*b)).collect()))
 }

@@ -63,14 +63,23 @@ fn as_text(checkpoint: &Checkpoint, config: &Config, options: &LoadOptions, plan
     fact("files", format!("{} {}, {files} {plural}", bytes(checkpoint.total_bytes()), kind(checkpoint)));
     fact("type", format!("{} ({})", config.model_type, family(config)));
     let parameters = checkpoint.parameters();
-    fact("parameters", match plan.active_parameters < parameters / 10 * 9 {
-        true => format!("{}, {} in use for a token", count(parameters), count(plan.active_parameters)),
-        false => count(parameters),
-    });
-    fact("shape", format!(
-        "{} layers, width {}, {} heads, vocabulary {}",
-        config.layers.len(), config.hidden, config.heads, config.vocab
-    ));
+    fact(
+        "parameters",
+        match plan.active_parameters < parameters / 10 * 9 {
+            true => format!("{}, {} in use for a token", count(parameters), count(plan.active_parameters)),
+            false => count(parameters),
+        },
+    );
+    fact(
+        "shape",
+        format!(
+            "{} layers, width {}, {} heads, vocabulary {}",
+            config.layers.len(),
+            config.hidden,
+            config.heads,
+            config.vocab
+        ),
+    );
     fact("context", format!("{} tokens, sliding window {}", config.max_positions, config.window));
     if let Some(m) = config.moe {
         fact("experts", format!("{} of {} chosen, width {}", m.top_k, m.experts, m.width));
@@ -89,7 +98,8 @@ fn as_text(checkpoint: &Checkpoint, config: &Config, options: &LoadOptions, plan
     for group in Group::ALL.iter().filter(|g| config.layers.iter().any(|l| l.group == **g)) {
         let rope = config.rope[group.index()];
         let factor = if rope.factor == 1.0 { String::new() } else { format!(", divided by {}", rope.factor) };
-        let share = if rope.rotated == 1.0 { String::new() } else { format!(", {} of each head", rope.rotated) };
+        let share =
+            if rope.rotated == 1.0 { String::new() } else { format!(", {} of each head", rope.rotated) };
         text += &format!("  {} rope: theta {}{share}{factor}\n", group_name(*group), rope.theta);
     }
 
@@ -103,7 +113,10 @@ fn as_text(checkpoint: &Checkpoint, config: &Config, options: &LoadOptions, plan
     if ignored.tensors() > 0 {
         text += &format!(
             "  not read: {} vision, {} audio and {} projector tensors, {}\n",
-            ignored.vision, ignored.audio, ignored.projector, bytes(ignored.bytes)
+            ignored.vision,
+            ignored.audio,
+            ignored.projector,
+            bytes(ignored.bytes)
         );
     }
 
@@ -174,11 +187,22 @@ fn memory(plan: &MemoryPlan, options: &LoadOptions) -> Table {
         // Page 0 takes the rows that only pad a batch.
         let detail = format!(
             "{} layers x {} tokens in {}, {} pages of {PAGE_TOKENS}",
-            g.layers.len(), (g.pages - 1) * PAGE_TOKENS, g.format.name(), g.pages
+            g.layers.len(),
+            (g.pages - 1) * PAGE_TOKENS,
+            g.format.name(),
+            g.pages
         );
-        table.row(vec![format!("keys and values, {}", group_name(group)), bytes(plan.kv_group_bytes(group)), detail]);
+        table.row(vec![
+            format!("keys and values, {}", group_name(group)),
+            bytes(plan.kv_group_bytes(group)),
+            detail,
+        ]);
     }
-    let detail = format!("{} buffers for {} rows", plan.activations.len(), options.chunk.min(plan.activations[0].max_rows));
+    let detail = format!(
+        "{} buffers for {} rows",
+        plan.activations.len(),
+        options.chunk.min(plan.activations[0].max_rows)
+    );
     table.row(vec!["activations".into(), bytes(plan.activation_bytes()), detail]);
     table.row(vec!["total".into(), bytes(plan.total()), String::new()]);
     table

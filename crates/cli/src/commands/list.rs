@@ -24,7 +24,8 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
         let models: Vec<_> = models
             .iter()
             .map(|m| {
-                let files: Vec<_> = m.files.iter().map(|(name, size)| json!({"name": name, "bytes": size})).collect();
+                let files: Vec<_> =
+                    m.files.iter().map(|(name, size)| json!({"name": name, "bytes": size})).collect();
                 json!({
                     "repo": m.repo.to_string(),
                     "commit": m.commit,
@@ -49,7 +50,9 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
         table.row(vec![m.repo.to_string(), revision, m.files.len().to_string(), bytes(m.bytes())]);
     }
     match table.is_empty() {
-        true => eprintln!("no models in {}; download one with lapidary pull OWNER/NAME", hub.cache().display()),
+        true => {
+            eprintln!("no models in {}; download one with lapidary pull OWNER/NAME", hub.cache().display())
+        }
         false => out.write_all(table.render().as_bytes())?,
     }
     Ok(())

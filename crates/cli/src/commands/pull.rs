@@ -13,9 +13,11 @@ use crate::progress::{Bar, Unit};
 /// download goes on where it stopped; sizes and hashes are checked. HF_TOKEN opens gated models, HF_ENDPOINT names another
 /// server.
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Examples:\n  lapidary pull google/gemma-4-E2B-it            the safetensors model with its tokenizer\n  \
+#[command(
+    after_help = "Examples:\n  lapidary pull google/gemma-4-E2B-it            the safetensors model with its tokenizer\n  \
 lapidary pull owner/name-GGUF:Q4_K_M           the GGUF file of that quantisation\n  lapidary pull owner/name@v1.0:model.gguf   \
-    a file of a revision")]
+    a file of a revision"
+)]
 pub struct Args {
     /// owner/name[@revision][:quant-or-file]
     #[arg(value_name = "REPO")]
