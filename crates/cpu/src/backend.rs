@@ -186,6 +186,8 @@ impl Backend for CpuBackend {
             kv: &self.kv,
             upload: &self.upload,
             workspace: &self.workspace,
+            // SAFETY: no pass runs yet.
+            workspace_floats: unsafe { self.workspace.bytes() } / size_of::<f32>(),
             outcome: Mutex::default(),
             best,
         };

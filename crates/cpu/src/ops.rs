@@ -42,9 +42,7 @@ pub(crate) struct CpuOps<'a> {
 
 impl<'a> CpuOps<'a> {
     pub fn new(pass: &'a Pass<'a>, worker: usize, rows: usize, scratch: &'a mut Scratch) -> Self {
-        // SAFETY: the first growth comes after a meeting, which this worker has not joined yet.
-        let workspace = unsafe { pass.workspace.bytes() } / size_of::<f32>();
-        CpuOps { pass, worker, rows, scratch, kept: false, since: None, workspace }
+        CpuOps { pass, worker, rows, scratch, kept: false, since: None, workspace: pass.workspace_floats }
     }
 
     pub fn isa(&self) -> Isa {
@@ -96,7 +94,8 @@ impl<'a> CpuOps<'a> {
     pub fn need_workspace(&mut self, floats: usize) {
         if floats > self.workspace {
             if self.worker == 0 {
-                // SAFETY: the team has met on entering the verb and meets again below.
+                // SAFETY: nobody has used the workspace since the meeting that opened the verb (or the pass), and
+                // the team meets again below.
                 unsafe { self.pass.workspace.grow(floats) }
             }
             self.workspace = floats;

@@ -25,6 +25,8 @@ pub(crate) struct Pass<'a> {
     pub kv: &'a KvPools,
     pub upload: &'a Upload,
     pub workspace: &'a Workspace,
+    /// Size of the workspace when the pass began.
+    pub workspace_floats: usize,
     pub outcome: Mutex<Outcome>,
     /// By worker: the best of its columns for each row of [`argmax`](lapidary_ops::Ops::argmax).
     pub best: Vec<Mutex<Vec<Best>>>,

@@ -6,7 +6,7 @@ mod exercise;
 use std::path::{Path, PathBuf};
 
 use lapidary_formats::Format;
-use lapidary_weights::gguf::{Array, GgmlType, GgufError, Header, StringArray, Value, Version, Writer};
+use lapidary_weights::gguf::{Array, File, GgmlType, GgufError, Header, StringArray, Value, Version, Writer};
 
 /// A header put together field by field, so that any of them can lie.
 #[derive(Clone)]
@@ -283,6 +283,22 @@ fn seeds() -> Vec<(&'static str, Vec<u8>)> {
     let empty = Writer::new(Version::V3);
     let files = [("values", values), ("blocks", blocks), ("stack", stack), ("empty", empty)];
     files.into_iter().map(|(name, writer)| (name, filled(writer))).collect()
+}
+
+#[test]
+fn quantised_types_without_a_codec_are_listed_by_name() {
+    let (_, bytes) = seeds().into_iter().find(|(name, _)| *name == "blocks").unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("blocks.gguf");
+    std::fs::write(&path, bytes).unwrap();
+    let file = File::open(&path).unwrap();
+    let listed: Vec<String> = file.unsupported_tensors().map(|info| info.kind.to_string()).collect();
+    let expected = "Q8_1 Q8_K IQ2_XXS IQ2_XS IQ3_XXS IQ1_S IQ3_S IQ2_S IQ1_M TQ1_0 TQ2_0 Q1_0";
+    assert_eq!(listed.join(" "), expected);
+    for info in file.tensors() {
+        let usable = file.view(&info.name).is_ok();
+        assert_eq!(usable, info.kind.format().is_some(), "{}", info.kind);
+    }
 }
 
 /// A file whose tensors hold a pattern.

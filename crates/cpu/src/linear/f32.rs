@@ -8,7 +8,9 @@
 //! Ceiling: two 8-lane (AVX2) or one to two 16-lane (AVX-512) fused operations a cycle. Blocks of 4 x 4 load
 //! 8 vectors for 16 operations.
 
-use crate::level::{Isa, Level};
+use crate::level::Isa;
+#[cfg(any(target_arch = "x86_64", test))]
+use crate::level::Level;
 
 /// Partial sums of one output at the scalar level and at AVX-512.
 const LANES: usize = 16;

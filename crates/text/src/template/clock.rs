@@ -77,7 +77,7 @@ fn civil(mut days: u64) -> (u64, u64, u64) {
 }
 
 fn leap(year: u64) -> u64 {
-    u64::from(year % 4 == 0 && (year % 100 != 0 || year % 400 == 0))
+    u64::from(year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400)))
 }
 
 fn days_in(year: u64, month: u64) -> u64 {
