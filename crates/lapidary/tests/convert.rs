@@ -1,8 +1,12 @@
 //! Conversions to GGUF: what the files say, that they are repeatable, and the models that the project carries.
 
+mod common;
+
 use std::path::{Path, PathBuf};
 
+use common::{On, Setup, stepper};
 use lapidary::convert::{ConvertError, ConvertOptions, chat_template, to_gguf};
+use lapidary_engine::Prompt;
 use lapidary_formats::{Format, TensorView, decode_row};
 use lapidary_reference::tiny::{self, Variant};
 use lapidary_text::{Builtin, ChatInput, ChatTemplate, GgufVocab, Specials, Tokenizer};
@@ -279,5 +283,34 @@ fn the_stored_template_is_the_built_in_one() {
     for builtin in [Builtin::Gemma4, Builtin::Gemma4Small, Builtin::Gemma3] {
         let stored = ChatTemplate::new(&chat_template(builtin)).unwrap().render(&conversation).unwrap();
         assert_eq!(stored, ChatTemplate::builtin(builtin).render(&conversation).unwrap(), "{builtin:?}");
+    }
+}
+
+/// Greedy replies of the stored models. Where the two best logits of the original model are at least half apart at
+/// every step, 8-bit weights must not change the reply.
+#[test]
+fn the_pebbles_reply_as_the_original_models_did() {
+    for name in PEBBLES {
+        let model = project(&format!("models/pebble-{name}-q8_0.gguf"));
+        let setup = Setup { context: 700, ..Setup::default() };
+        let mut stepper = stepper(&model, On::Cpu { threads: 2 }, setup);
+        let samples = std::fs::read(project(&format!("tests/pebble/{name}/samples.json"))).unwrap();
+        let samples: Vec<Value> = serde_json::from_slice(&samples).unwrap();
+        let clear = |sample: &&Value| sample["min_margin"].as_f64().unwrap() > 0.5;
+        let ids = |sample: &Value, field: &str| -> Vec<u32> {
+            serde_json::from_value(sample[field].clone()).unwrap()
+        };
+        assert!(samples.iter().filter(clear).count() >= 5);
+        for sample in samples.iter().filter(clear) {
+            let expected = ids(sample, "reply_ids");
+            stepper.reset();
+            let mut token = stepper.prefill_prompt(&Prompt::from(&ids(sample, "prompt_ids")[..])).unwrap();
+            let mut reply = vec![token];
+            while reply.len() < expected.len() {
+                token = stepper.decode_step(token, stepper.cursor()).unwrap();
+                reply.push(token);
+            }
+            assert_eq!(reply, expected, "{name}: {}", sample["reply"]);
+        }
     }
 }
