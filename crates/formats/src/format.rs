@@ -35,7 +35,8 @@ pub enum Format {
     Iq4Xs,
     /// GGUF type 39: 32 E2M1 codes under one E8M0 scale.
     Mxfp4,
-    /// GGUF type 40: 64 E2M1 codes under four unsigned E4M3 scales inside the block.
+    /// GGUF type 40: 64 E2M1 codes under four unsigned E4M3 scales inside the block, and perhaps one float32 scale
+    /// for the matrix.
     GgufNvfp4,
 }
 

@@ -26,7 +26,7 @@ pub struct TensorView<'a> {
 pub enum Scales<'a> {
     /// None, or inside the blocks.
     None,
-    /// One multiplier for the matrix.
+    /// One multiplier for the matrix: FP8, and GGUF NVFP4 where the file has a scale tensor beside the weights.
     Tensor(f32),
     /// One multiplier a row.
     Row(Vec<f32>),

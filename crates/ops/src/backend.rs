@@ -1,6 +1,7 @@
 //! A device: dealing handles at load, running passes afterwards.
 
 use std::fmt;
+use std::sync::Arc;
 
 use lapidary_formats::{Format, TensorView};
 
@@ -97,20 +98,26 @@ pub struct KernelReport {
     pub fallback: bool,
 }
 
+/// A mapped file that tensor views point into.
+pub type FileMap = Arc<dyn AsRef<[u8]> + Send + Sync>;
+
 /// A device that can hold one model and run passes over it.
 pub trait Backend: Send + fmt::Debug {
     /// What this is and which kernels it chose.
     fn report(&self) -> DeviceReport;
 
+    /// Announces the files that later views point into. A backend that would rather read a matrix in place
+    /// than copy it finds the map that holds the view's bytes and keeps it.
+    fn hold(&mut self, _maps: &[FileMap]) {}
+
     /// Takes over a matrix made of `parts` stacked by rows (q + k + v; gate + up; all experts). Each run of
     /// `group_rows` rows may be used on its own (an expert), so packing must not mix rows of two runs; it is
     /// the whole height for an ordinary matrix.
     ///
+    /// Parts may differ in format.
+    ///
     /// # Errors
     /// `Tensor` for parts of unequal width or codes that the format's rules forbid, `OutOfMemory`.
-    ///
-    /// # Safety condition
-    /// Views point into memory maps that outlive the backend; see [`Backend::hold`].
     fn pack(&mut self, parts: &[TensorView<'_>], group_rows: usize) -> Result<Mat>;
 
     /// Takes over a matrix of which only single rows are ever read (an embedding table that is not the head).

@@ -142,6 +142,25 @@ fn draws_follow_the_printed_probabilities() {
 }
 
 #[test]
+fn a_draw_is_where_the_running_sum_passes_the_uniform_number() {
+    let weights = [1.0, 2.0, 0.0, 1.0, 0.0];
+    let below_one = 1.0 - f64::EPSILON / 2.0;
+    for (u, index) in [(0.0, 0), (0.2499, 0), (0.25, 1), (0.7499, 1), (0.75, 3), (below_one, 3)] {
+        assert_eq!(draw(&weights, u), index, "u = {u}");
+    }
+    // Over several blocks.
+    let even = vec![0.5; 1537];
+    for i in 0..even.len() {
+        assert_eq!(draw(&even, (i as f64 + 0.01) / even.len() as f64), i);
+        assert_eq!(draw(&even, (i as f64 + 0.99) / even.len() as f64), i);
+    }
+    let mut lonely = vec![0.0; 1537];
+    lonely[600] = 1e-30;
+    assert_eq!(draw(&lonely, 0.0), 600);
+    assert_eq!(draw(&lonely, below_one), 600);
+}
+
+#[test]
 fn a_token_depends_on_seed_and_position_only() {
     let logits = row(2, VOCAB);
     let draw = |seed, positions: &[u64]| {

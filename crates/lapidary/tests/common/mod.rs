@@ -6,25 +6,31 @@ pub mod spy;
 
 use std::path::Path;
 
+use lapidary_cpu::{Compute, CpuBackend, CpuOptions};
 use lapidary_engine::{Runner, Stepper};
 use lapidary_model::{BuildOptions, Config, EmbedScale, Limits, Model};
 use lapidary_ops::{Backend, KvFormat};
 use lapidary_reference::ReferenceBackend;
-use lapidary_weights::{Checkpoint, ConfigSource};
+use lapidary_weights::Checkpoint;
 
 /// What the float32 tests run on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum On {
     Reference,
+    Cpu { threads: usize },
 }
 
 /// Every backend that must give the reference's float32 results.
-pub const EVERY: [On; 1] = [On::Reference];
+pub const EVERY: [On; 3] = [On::Reference, On::Cpu { threads: 1 }, On::Cpu { threads: 2 }];
 
 impl On {
     pub fn backend(self) -> Box<dyn Backend> {
         match self {
             On::Reference => Box::new(ReferenceBackend::new()),
+            On::Cpu { threads } => {
+                let options = CpuOptions { threads: Some(threads), compute: Compute::F32, level: None };
+                Box::new(CpuBackend::new(options).expect("the CPU is a device"))
+            }
         }
     }
 }
@@ -45,20 +51,14 @@ impl Default for Setup {
     }
 }
 
-pub fn config(checkpoint: &Checkpoint) -> Config {
-    match checkpoint.config() {
-        ConfigSource::Json { config, .. } => Config::from_json(config).expect("config is read"),
-        other => panic!("unexpected config source {other:?}"),
-    }
-}
-
 pub fn stepper(folder: &Path, on: On, setup: Setup) -> Stepper {
     let checkpoint = Checkpoint::open(folder).expect("checkpoint opens");
     let mut backend = on.backend();
     let limits = Limits { rows: setup.rows, head_rows: setup.head_rows };
     let options = BuildOptions { limits, embed_scale: setup.scale };
-    let model = Model::build(config(&checkpoint), &checkpoint, backend.as_mut(), &options, &mut |_| {})
-        .expect("model builds");
+    let config = Config::from_checkpoint(&checkpoint).expect("config is read");
+    let model =
+        Model::build(config, &checkpoint, backend.as_mut(), &options, &mut |_| {}).expect("model builds");
     let runner = Runner::new(model, backend, [setup.kv; 2], setup.context).expect("pools fit");
     Stepper::new(runner, setup.context)
 }

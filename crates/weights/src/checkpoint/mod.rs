@@ -1,23 +1,28 @@
 //! A checkpoint: whatever files a path means, seen as roles.
 
-mod named;
+mod gguf_source;
 mod notes;
 mod open;
+mod safetensors_source;
+mod source;
 mod text_files;
 
+pub use source::Stored;
 pub use text_files::TextFiles;
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
-use lapidary_formats::{Format, Scales, TensorView};
+use lapidary_formats::{Format, Scales, TensorView, decode_row};
 use serde_json::Value;
 
-use self::named::Named;
-use self::notes::Notes;
+use self::gguf_source::GgufSource;
 use self::open::{Found, find, read_json, read_json_if_there};
+use self::safetensors_source::SafetensorsSource;
+use self::source::Source;
 use crate::names::{ExpertPart, LayerRole, Modality, Role};
-use crate::quant::{Matrix, check_scheme, floats};
-use crate::{Error, Result};
+use crate::quant::check_scheme;
+use crate::{Error, FileMap, Result, gguf};
 
 /// An opened checkpoint. Files are mapped, headers checked, every text tensor sorted by [`Role`]; data is read when
 /// a view is taken or decoded.
@@ -26,8 +31,7 @@ pub struct Checkpoint {
     path: PathBuf,
     config: ConfigSource,
     text_files: TextFiles,
-    named: Named,
-    notes: Notes,
+    source: Box<dyn Source>,
 }
 
 /// The kind of file that a checkpoint's tensors come from.
@@ -52,21 +56,8 @@ pub enum ConfigSource {
         /// `generation_config.json`.
         generation: Option<Value>,
     },
-}
-
-/// What the headers say of one tensor.
-#[derive(Clone, Copy, Debug)]
-pub struct Stored<'a> {
-    /// The file that holds the codes.
-    pub file: &'a Path,
-    /// The name of the codes in the file.
-    pub name: &'a str,
-    /// Lengths in values (unpacked), slowest first; empty for a scalar.
-    pub shape: &'a [usize],
-    /// How the codes are stored.
-    pub format: Format,
-    /// Bytes of codes and scales.
-    pub bytes: u64,
+    /// The GGUF file itself, whose metadata also holds tokenizer and chat template.
+    Gguf(Arc<gguf::File>),
 }
 
 /// How much of a checkpoint one format takes.
@@ -125,17 +116,27 @@ impl Checkpoint {
                 check_scheme(&config, &config_path)?;
                 let text_files = TextFiles::find(&folder);
                 let generation = read_json_if_there(&folder.join("generation_config.json"))?;
-                let named = Named::new(weights.open()?)?;
-                let notes = Notes::of(&named, &config);
+                let source = Box::new(SafetensorsSource::new(weights.open()?, &config)?);
                 let config = ConfigSource::Json { path: config_path, config, generation };
-                Ok(Checkpoint { path: path.to_owned(), config, text_files, named, notes })
+                Ok(Checkpoint { path: path.to_owned(), config, text_files, source })
             }
-            Found::Gguf(file) => Err(Error::NotSupported {
-                path: file,
-                what: "GGUF files are".to_owned(),
-                remedy: "use the safetensors form of the model".to_owned(),
-            }),
+            Found::Gguf(file) => Checkpoint::from_gguf(path.to_owned(), gguf::File::open(file)?),
         }
+    }
+
+    /// Opens a GGUF file that is part of the program, with the checks of [`Checkpoint::open`]. `name` stands for its
+    /// path. A backend that reads matrices in place needs bytes aligned as `general.alignment` says.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::open`].
+    pub fn from_gguf_bytes(name: &str, bytes: &'static [u8]) -> Result<Checkpoint> {
+        Checkpoint::from_gguf(name.into(), gguf::File::from_static(name, bytes)?)
+    }
+
+    fn from_gguf(path: PathBuf, file: gguf::File) -> Result<Checkpoint> {
+        let file = Arc::new(file);
+        let source = Box::new(GgufSource::new(file.clone())?);
+        Ok(Checkpoint { path, config: ConfigSource::Gguf(file), text_files: TextFiles::default(), source })
     }
 
     /// The path that was opened.
@@ -145,7 +146,7 @@ impl Checkpoint {
 
     /// The kind of file that the tensors come from.
     pub fn kind(&self) -> Kind {
-        Kind::Safetensors
+        self.source.kind()
     }
 
     /// The model's hyperparameters.
@@ -160,37 +161,42 @@ impl Checkpoint {
 
     /// The files that hold tensors.
     pub fn files(&self) -> Vec<&Path> {
-        self.named.shards.files().iter().map(|f| f.path()).collect()
+        self.source.files()
+    }
+
+    /// The bytes of those files, which every view points into. Whoever holds a clone may keep pointing into it after
+    /// the checkpoint is gone.
+    pub fn maps(&self) -> Vec<FileMap> {
+        self.source.maps()
     }
 
     /// The length of those files.
     pub fn total_bytes(&self) -> u64 {
-        self.named.shards.files().iter().map(|f| f.len()).sum()
+        self.source.total_bytes()
     }
 
     /// Every role that the file holds, in order.
     pub fn roles(&self) -> impl Iterator<Item = Role> + '_ {
-        self.named.matrices.keys().copied()
+        self.source.roles()
     }
 
     /// What the headers say of a role; touches no data.
     pub fn stored(&self, role: Role) -> Option<Stored<'_>> {
-        self.named.matrices.get(&role).map(|m| self.stored_of(m))
+        self.source.stored(role)
     }
 
     /// Values (not bytes) in the text tensors, each counted once, unused ones included; scales are not counted.
     pub fn parameters(&self) -> u64 {
         let hint =
             |r: &Role| matches!(r, Role::RopeFreqs | Role::Layer(_, LayerRole::KScale | LayerRole::VScale));
-        let values = |m: &Matrix| m.shape.iter().map(|&d| d as u64).product::<u64>();
-        self.named.matrices.iter().filter(|(r, _)| !hint(r)).map(|(_, m)| values(m)).sum()
+        self.all_stored().filter(|(r, _)| !hint(r)).map(|(_, s)| s.values()).sum()
     }
 
     /// The formats of the text tensors, in the order of [`Format::ALL`].
     pub fn formats(&self) -> Vec<FormatShare> {
         let share = |format| {
-            let of_format = self.named.matrices.values().filter(|m| m.format == format);
-            let (tensors, bytes) = of_format.fold((0, 0), |(n, bytes), m| (n + 1, bytes + m.bytes));
+            let of_format = self.all_stored().map(|(_, s)| s).filter(|s| s.format == format);
+            let (tensors, bytes) = of_format.fold((0, 0), |(n, bytes), s| (n + 1, bytes + s.bytes));
             FormatShare { format, tensors, bytes }
         };
         Format::ALL.into_iter().map(share).filter(|s| s.tensors > 0).collect()
@@ -198,12 +204,12 @@ impl Checkpoint {
 
     /// The tensors of other input paths.
     pub fn ignored(&self) -> Ignored {
-        self.named.ignored
+        self.source.ignored()
     }
 
     /// What a user should hear of that is no error: from the headers, and from the views taken so far.
     pub fn notes(&self) -> Vec<String> {
-        self.notes.lines()
+        self.source.notes()
     }
 
     /// The view of a role, `None` where the file has no such tensor. Leading lengths are flattened into rows; a vector
@@ -212,10 +218,7 @@ impl Checkpoint {
     /// # Errors
     /// [`Error::BadScale`].
     pub fn tensor(&self, role: Role) -> Result<Option<TensorView<'_>>> {
-        if let Some(matrix) = self.named.matrices.get(&role) {
-            self.notes.look_at_input_scale(&self.named, role, matrix);
-        }
-        self.named.view(role)
+        self.stored(role).map(|_| self.source.view(role)).transpose()
     }
 
     /// The matrix `[rows, cols]` of a role that the model cannot do without.
@@ -225,9 +228,9 @@ impl Checkpoint {
     pub fn expect(&self, role: Role, rows: usize, cols: usize) -> Result<TensorView<'_>> {
         let Some(stored) = self.stored(role) else { return Err(self.missing(role)) };
         if stored.shape != [rows, cols] {
-            return Err(self.wrong_shape(stored, &[rows, cols]));
+            return Err(stored.wrong_shape(&[rows, cols]));
         }
-        Ok(self.tensor(role)?.expect("it is stored"))
+        self.source.view(role)
     }
 
     /// A vector of `len` values as float32; a scalar has one. `None` where the file has no such tensor.
@@ -235,17 +238,18 @@ impl Checkpoint {
     /// # Errors
     /// [`Error::WrongShape`], [`Error::WrongDtype`] when it is quantised, [`Error::NotFinite`].
     pub fn vector(&self, role: Role, len: usize) -> Result<Option<Vec<f32>>> {
-        let Some(matrix) = self.named.matrices.get(&role) else { return Ok(None) };
-        let stored = self.stored_of(matrix);
+        let Some(stored) = self.stored(role) else { return Ok(None) };
         let scalar = len == 1 && stored.shape.is_empty();
         if stored.shape != [len] && !scalar {
-            return Err(self.wrong_shape(stored, &[len]));
+            return Err(stored.wrong_shape(&[len]));
         }
-        let (path, tensor) = self.named.place(matrix);
-        let Some(values) = floats(&self.named.shards, matrix.codes) else {
+        let (path, tensor) = (stored.file.to_owned(), stored.name.to_owned());
+        if !matches!(stored.format, Format::F32 | Format::F16 | Format::Bf16) {
             let (expected, found) = ("F32, F16 or BF16".to_owned(), stored.format.to_string());
             return Err(Error::WrongDtype { path, tensor, expected, found });
-        };
+        }
+        let mut values = vec![0.0; len];
+        decode_row(&self.source.view(role)?, 0, &mut values);
         match values.iter().position(|v| !v.is_finite()) {
             Some(index) => Err(Error::NotFinite { path, tensor, index, found: values[index] }),
             None => Ok(Some(values)),
@@ -266,12 +270,11 @@ impl Checkpoint {
         if let Some(&[experts, _, _]) = stacked.as_ref().map(|s| s.shape) {
             return experts;
         }
-        let first = Role::Layer(layer, LayerRole::Expert { index: 0, part: ExpertPart::Gate });
-        let last = Role::Layer(layer, LayerRole::Expert { index: u32::MAX, part: ExpertPart::Down });
-        match self.named.matrices.range(first..=last).next_back() {
-            Some((Role::Layer(_, LayerRole::Expert { index, .. }), _)) => *index as usize + 1,
-            _ => 0,
-        }
+        let index = |role| match role {
+            Role::Layer(l, LayerRole::Expert { index, .. }) if l == layer => Some(index as usize),
+            _ => None,
+        };
+        self.roles().filter_map(index).max().map_or(0, |last| last + 1)
     }
 
     /// One matrix of one expert, however the file stores experts: a tensor each, a stack for each part, or one stack
@@ -286,16 +289,15 @@ impl Checkpoint {
         let Some((role, half)) = self.stack_of(layer, part) else { return Ok(None) };
         let stored = self.stored(role).expect("the stack was found");
         let &[experts, rows, cols] = stored.shape else {
-            return Err(self.wrong_shape_text(stored, "[experts, rows, columns]".to_owned()));
+            return Err(stored.wrong_shape_text("[experts, rows, columns]".to_owned()));
         };
         if half.is_some() && !rows.is_multiple_of(2) {
-            return Err(self.wrong_shape_text(stored, format!("[{experts}, an even number of rows, {cols}]")));
+            return Err(stored.wrong_shape_text(format!("[{experts}, an even number of rows, {cols}]")));
         }
         if e as usize >= experts {
             return Ok(None);
         }
-        let stack = self.tensor(role)?.expect("the stack was found");
-        let slab = stack.slice_rows(e as usize * rows, rows);
+        let slab = self.source.slab(role, e as usize, rows)?;
         let mut view = match half {
             None => slab,
             Some(half) => slab.slice_rows(half * (rows / 2), rows / 2),
@@ -325,9 +327,9 @@ impl Checkpoint {
             (None, Some((role, half))) => {
                 let stored = self.stored(role).expect("the stack was found");
                 let rows = if half.is_some() { 2 * rows } else { rows };
-                Err(self.wrong_shape(stored, &[stored.shape[0], rows, cols]))
+                Err(stored.wrong_shape(&[stored.shape[0], rows, cols]))
             }
-            (stored, _) => Err(self.wrong_shape(stored.expect("the view came from it"), &[rows, cols])),
+            (stored, _) => Err(stored.expect("the view came from it").wrong_shape(&[rows, cols])),
         }
     }
 
@@ -366,34 +368,15 @@ impl Checkpoint {
             ExpertPart::Down => &[(LayerRole::ExpertsDown, None)],
         };
         let roles = choices.iter().map(|&(r, half)| (Role::Layer(layer, r), half));
-        roles.into_iter().find(|(r, _)| self.named.matrices.contains_key(r))
+        roles.into_iter().find(|(r, _)| self.stored(*r).is_some())
     }
 
-    fn stored_of<'a>(&'a self, matrix: &'a Matrix) -> Stored<'a> {
-        Stored {
-            file: self.named.shards.file(matrix.codes).path(),
-            name: &self.named.shards.entry(matrix.codes).name,
-            shape: &matrix.shape,
-            format: matrix.format,
-            bytes: matrix.bytes,
-        }
+    fn all_stored(&self) -> impl Iterator<Item = (Role, Stored<'_>)> {
+        self.roles().filter_map(|r| Some((r, self.stored(r)?)))
     }
 
     fn missing(&self, role: Role) -> Error {
         Error::MissingTensor { path: self.path.clone(), tensor: role.to_string() }
-    }
-
-    fn wrong_shape(&self, stored: Stored<'_>, expected: &[usize]) -> Error {
-        self.wrong_shape_text(stored, format!("{expected:?}"))
-    }
-
-    fn wrong_shape_text(&self, stored: Stored<'_>, expected: String) -> Error {
-        Error::WrongShape {
-            path: stored.file.to_owned(),
-            tensor: stored.name.to_owned(),
-            expected,
-            found: format!("{:?}", stored.shape),
-        }
     }
 }
 

@@ -8,23 +8,27 @@ use std::sync::{Mutex, PoisonError};
 
 use serde_json::Value;
 
-use super::Named;
+use super::safetensors_source::SafetensorsSource;
 use crate::names::{LayerRole, Role};
 use crate::quant::{Matrix, floats};
+use crate::safetensors::Shards;
 
 /// The notes of one checkpoint.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Notes {
     from_headers: Vec<String>,
-    /// Matrices whose activation scale turned out bad when a view was taken: layer and module, and the experts.
-    bad_scales: Mutex<BTreeMap<(Option<u32>, String), BTreeSet<u32>>>,
+    bad_scales: Mutex<BadScales>,
 }
+
+/// Matrices whose activation scale turned out bad when a view was taken: by layer and module, the experts (none for a
+/// matrix that belongs to no expert).
+type BadScales = BTreeMap<(Option<u32>, String), BTreeSet<u32>>;
 
 impl Notes {
     /// The notes that headers give cause for.
-    pub fn of(named: &Named, config: &Value) -> Notes {
+    pub fn of(source: &SafetensorsSource, config: &Value) -> Notes {
         let mut lines = Vec::new();
-        for ((layer, part), experts) in named.experts_without_input_scale() {
+        for ((layer, part), experts) in source.experts_without_input_scale() {
             lines.push(format!(
                 "layer {layer}: experts {} have no activation scale for {}; it is not used here",
                 list(&experts),
@@ -33,22 +37,22 @@ impl Notes {
         }
         let tied =
             config.pointer("/tie_word_embeddings").or(config.pointer("/text_config/tie_word_embeddings"));
-        if named.matrices.contains_key(&Role::Head) && tied.and_then(Value::as_bool) != Some(false) {
+        if source.matrices.contains_key(&Role::Head) && tied.and_then(Value::as_bool) != Some(false) {
             lines.push("the configuration ties the head to the embedding, the file has lm_head.weight: the file is followed".to_owned());
         }
-        if named.shards.unlisted > 0 {
+        if source.shards.unlisted > 0 {
             lines.push(format!(
                 "{} tensors of the shards are not in the index; they are used",
-                named.shards.unlisted
+                source.shards.unlisted
             ));
         }
         Notes { from_headers: lines, bad_scales: Mutex::default() }
     }
 
     /// Records a matrix whose activation scale is there and could not be used.
-    pub fn look_at_input_scale(&self, named: &Named, role: Role, matrix: &Matrix) {
+    pub fn look_at_input_scale(&self, shards: &Shards, role: Role, matrix: &Matrix) {
         let Some(scale) = matrix.input_scale else { return };
-        let values = floats(&named.shards, scale).unwrap_or_default();
+        let values = floats(shards, scale).unwrap_or_default();
         if matches!(values[..], [v] if v.is_finite() && v > 0.0) {
             return;
         }

@@ -2,6 +2,8 @@
 
 use half::{bf16, f16};
 use lapidary_formats::Scales;
+use lapidary_formats::fp4::E2M1_MAX;
+use lapidary_formats::fp8::{E4M3_MAX, e4m3_to_f32};
 
 use super::{Convention, Spread};
 use crate::safetensors::{Dtype, Shards, TensorId};
@@ -34,8 +36,9 @@ pub(super) fn fp8<'a>(shards: &Shards, scale: TensorId, spread: Spread, codes: &
             spread == Spread::Block128
                 || codes[index * per_scale..(index + 1) * per_scale].iter().all(|code| code & 0x7f == 0)
         };
-        if !(value.is_finite() && (value > 0.0 || value == 0.0 && zero_allowed())) {
-            return Err(bad(shards, scale, index, value, "finite and positive"));
+        let finite = (value * E4M3_MAX).is_finite();
+        if !(finite && (value > 0.0 || value == 0.0 && zero_allowed())) {
+            return Err(bad(shards, scale, index, value, "positive, with weights that are finite"));
         }
     }
     Ok(match spread {
@@ -60,16 +63,15 @@ pub(super) fn nvfp4<'a>(
         Convention::Divisor => 1.0 / stored,
         Convention::Multiplier => stored,
     };
-    // A subnormal divisor has no finite reciprocal, and an infinite one has reciprocal zero.
-    let good = |x: f32| x.is_finite() && x > 0.0;
-    if !(good(stored) && good(multiplier)) {
-        return Err(bad(shards, tensor, 0, stored, "finite and positive, with a finite reciprocal"));
+    // The reciprocal of a tiny divisor is infinite, that of an infinite one is zero.
+    let finite = (multiplier * E4M3_MAX * E2M1_MAX).is_finite();
+    if !(finite && stored.is_finite() && multiplier > 0.0) {
+        return Err(bad(shards, tensor, 0, stored, "positive, with weights that are finite"));
     }
     let bytes = shards.bytes(blocks);
     // E4M3: 0x7f and 0xff are the two codes that are not a number; 0x80 is minus zero, as good as zero.
     if let Some(index) = bytes.iter().position(|&b| b == 0x7f || b > 0x80) {
-        let found = if bytes[index] & 0x7f == 0x7f { f32::NAN } else { -e4m3_magnitude(bytes[index]) };
-        return Err(bad(shards, blocks, index, found, "finite and not negative"));
+        return Err(bad(shards, blocks, index, e4m3_to_f32(bytes[index]), "finite and not negative"));
     }
     Ok(Scales::Nvfp4 { blocks: bytes, tensor: multiplier })
 }
@@ -79,8 +81,8 @@ pub(super) fn nvfp4<'a>(
 pub(super) fn int4(shards: &Shards, scale: TensorId) -> Result<Scales<'_>> {
     let bytes = shards.bytes(scale);
     let values = bytes.chunks_exact(2).map(|b| bf16::from_le_bytes([b[0], b[1]]));
-    if let Some((index, value)) = values.enumerate().find(|(_, v)| !v.is_finite()) {
-        return Err(bad(shards, scale, index, value.to_f32(), "finite"));
+    if let Some((index, value)) = values.enumerate().find(|(_, v)| !(v.to_f32() * 8.0).is_finite()) {
+        return Err(bad(shards, scale, index, value.to_f32(), "one with weights that are finite"));
     }
     Ok(Scales::Group32Bf16(bytes))
 }
@@ -100,12 +102,6 @@ pub(super) fn check_stated_shape(shards: &Shards, shape: TensorId, packed: [usiz
         tensor: shards.entry(shape).name.clone(),
         what: format!("it states {stated:?}, the packed 4-bit codes hold {packed:?}"),
     })
-}
-
-/// The magnitude of an E4M3 code that is a number, for messages.
-fn e4m3_magnitude(code: u8) -> f32 {
-    let (exponent, mantissa) = (i32::from(code >> 3 & 15), f32::from(code & 7));
-    if exponent == 0 { mantissa / 512.0 } else { (1.0 + mantissa / 8.0) * 2f32.powi(exponent - 7) }
 }
 
 fn bad(shards: &Shards, id: TensorId, index: usize, found: f32, expected: &'static str) -> Error {

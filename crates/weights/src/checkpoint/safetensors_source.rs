@@ -1,27 +1,31 @@
 //! A safetensors checkpoint by role: every tensor sorted, every matrix's layout settled, nothing read but headers.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use lapidary_formats::TensorView;
+use serde_json::Value;
 
-use super::Ignored;
+use super::notes::Notes;
+use super::source::{Source, Stored};
+use super::{Ignored, Kind};
 use crate::names::{Class, ExpertPart, LayerRole, Role, classify_safetensors};
 use crate::quant::{Matrix, Parts};
 use crate::safetensors::{Shards, TensorId};
-use crate::{Error, Result};
+use crate::{Error, FileMap, Result};
 
 /// The text tensors of a safetensors checkpoint.
 #[derive(Debug)]
-pub(super) struct Named {
+pub(super) struct SafetensorsSource {
     pub shards: Shards,
     pub matrices: BTreeMap<Role, Matrix>,
-    pub ignored: Ignored,
+    ignored: Ignored,
+    notes: Notes,
 }
 
-impl Named {
+impl SafetensorsSource {
     /// Sorts the tensors and settles each matrix's layout.
-    pub fn new(shards: Shards) -> Result<Named> {
+    pub fn new(shards: Shards, config: &Value) -> Result<SafetensorsSource> {
         let classes: Vec<(TensorId, Class)> =
             shards.ids().map(|id| (id, classify_safetensors(&shards.entry(id).name))).collect();
         // First what the whole file is, since a drafter or an adapter also has names that are unknown here.
@@ -65,9 +69,10 @@ impl Named {
         for (role, parts) in &parts {
             matrices.insert(*role, Matrix::resolve(parts, &shards)?);
         }
-        let named = Named { shards, matrices, ignored };
-        named.refuse_two_expert_layouts()?;
-        Ok(named)
+        let mut source = SafetensorsSource { shards, matrices, ignored, notes: Notes::default() };
+        source.refuse_two_expert_layouts()?;
+        source.notes = Notes::of(&source, config);
+        Ok(source)
     }
 
     /// One layer stores its experts in one way.
@@ -97,11 +102,6 @@ impl Named {
         Ok(())
     }
 
-    /// The view of a role.
-    pub fn view(&self, role: Role) -> Result<Option<TensorView<'_>>> {
-        self.matrices.get(&role).map(|m| m.view(&self.shards)).transpose()
-    }
-
     /// For each layer and part, the experts without an activation scale, where other experts have one.
     pub fn experts_without_input_scale(&self) -> BTreeMap<(u32, ExpertPart), BTreeSet<u32>> {
         let mut with = BTreeSet::new();
@@ -120,10 +120,52 @@ impl Named {
         without.retain(|key, _| with.contains(key));
         without
     }
+}
 
-    /// The file and the name of a role's codes.
-    pub fn place(&self, matrix: &Matrix) -> (PathBuf, String) {
-        place(&self.shards, matrix.codes)
+impl Source for SafetensorsSource {
+    fn kind(&self) -> Kind {
+        Kind::Safetensors
+    }
+
+    fn files(&self) -> Vec<&Path> {
+        self.shards.files().iter().map(|f| f.path()).collect()
+    }
+
+    fn maps(&self) -> Vec<FileMap> {
+        self.shards.files().iter().map(|f| f.map()).collect()
+    }
+
+    fn total_bytes(&self) -> u64 {
+        self.shards.files().iter().map(|f| f.len()).sum()
+    }
+
+    fn ignored(&self) -> Ignored {
+        self.ignored
+    }
+
+    fn roles(&self) -> Box<dyn Iterator<Item = Role> + '_> {
+        Box::new(self.matrices.keys().copied())
+    }
+
+    fn stored(&self, role: Role) -> Option<Stored<'_>> {
+        let matrix = self.matrices.get(&role)?;
+        Some(Stored {
+            file: self.shards.file(matrix.codes).path(),
+            name: &self.shards.entry(matrix.codes).name,
+            shape: &matrix.shape,
+            format: matrix.format,
+            bytes: matrix.bytes,
+        })
+    }
+
+    fn view(&self, role: Role) -> Result<TensorView<'_>> {
+        let matrix = &self.matrices[&role];
+        self.notes.look_at_input_scale(&self.shards, role, matrix);
+        matrix.view(&self.shards)
+    }
+
+    fn notes(&self) -> Vec<String> {
+        self.notes.lines()
     }
 }
 

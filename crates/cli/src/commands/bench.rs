@@ -1,0 +1,257 @@
+//! `lapidary bench`
+
+use std::collections::BTreeMap;
+use std::io::{Write, stdout};
+use std::time::Instant;
+
+use lapidary::bandwidth::{ReadBandwidth, read_bandwidth};
+use lapidary::plan::MemoryPlan;
+use lapidary_engine::{Heads, Prompt, Stepper};
+use lapidary_weights::Checkpoint;
+use serde_json::{Value, json};
+
+use crate::load;
+use crate::model_args::{DeviceArgs, ModelArgs};
+use crate::report::{Align, Table, bytes, count, median};
+use crate::source;
+
+/// Measures how many tokens a second a model reads (pp, prompt processing) and writes (tg, text generation), and how near
+/// writing is to the memory's speed: each written token reads the weights once, so bandwidth / bytes is the limit.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Example:\n  lapidary bench -m MODEL -p 512 -n 128 -t 1,2,4 -r 5\n\n\
+t/s is the median of the repetitions, with the slowest and the fastest beside it. One more run, not counted, comes first.")]
+pub struct Args {
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Prompt lengths to measure, separated by commas; 0 for none
+    #[arg(short = 'p', long, value_name = "N", value_delimiter = ',', default_value = "512", value_parser = clap::value_parser!(u32).range(0..=1 << 20))]
+    pub prompt: Vec<u32>,
+    /// Numbers of tokens to write, separated by commas; 0 for none
+    #[arg(short = 'n', long, value_name = "N", value_delimiter = ',', default_value = "128", value_parser = clap::value_parser!(u32).range(0..=1 << 20))]
+    pub generate: Vec<u32>,
+    /// Thread counts, separated by commas; as many as cores may be used when not given
+    #[arg(short = 't', long, value_name = "N", value_delimiter = ',', value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub threads: Vec<u16>,
+    /// Repetitions of each test
+    #[arg(short = 'r', long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub repetitions: u32,
+    /// Most prompt tokens in one batch
+    #[arg(long, value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..=16384))]
+    pub chunk: u32,
+    #[command(flatten)]
+    pub device: DeviceArgs,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// One line of the table.
+struct Measured {
+    threads: usize,
+    test: Test,
+    /// Tokens a second of each repetition.
+    rates: Vec<f64>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Test {
+    Prompt(usize),
+    Generate(usize),
+}
+
+impl Test {
+    fn name(self) -> String {
+        match self {
+            Test::Prompt(n) => format!("pp{n}"),
+            Test::Generate(n) => format!("tg{n}"),
+        }
+    }
+}
+
+pub fn run(args: &Args) -> anyhow::Result<()> {
+    let checkpoint = source::open(&args.model)?;
+    let config = load::config(&checkpoint)?;
+    let prompts = args.prompt.iter().filter(|&&n| n > 0).map(|&n| Test::Prompt(n as usize));
+    let generates = args.generate.iter().filter(|&&n| n > 0).map(|&n| Test::Generate(n as usize));
+    let tests: Vec<Test> = prompts.chain(generates).collect();
+    let longest = args.prompt.iter().chain(&args.generate).copied().max().unwrap_or(0) as usize;
+    let mut options = args.device.options();
+    options.context = Some(longest + 1);
+    options.chunk = args.chunk as usize;
+    let plan = load::plan(&checkpoint, &config, &options);
+    let threads: Vec<usize> = match args.threads.is_empty() {
+        true => vec![lapidary::host::available_cores()],
+        false => args.threads.iter().map(|&t| t.into()).collect(),
+    };
+    let (mut measured, mut memory) = (Vec::new(), BTreeMap::new());
+    let mut level = String::new();
+    for &threads in &threads {
+        options.threads = Some(threads);
+        let mut stepper = load::stepper(&checkpoint, &options, args.device.ignore_memory)?;
+        level = stepper.runner().report().level;
+        for &test in &tests {
+            let rates =
+                (0..=args.repetitions).map(|_| rate(&mut stepper, test)).collect::<Result<Vec<_>, _>>()?;
+            // The first run pays for page faults and warms caches.
+            measured.push(Measured { threads, test, rates: rates[1..].to_vec() });
+        }
+        drop(stepper);
+        memory.entry(threads).or_insert_with(|| read_bandwidth(threads));
+    }
+    let mut out = stdout().lock();
+    let about = About { name: source::name(&args.model), checkpoint: &checkpoint, plan: &plan, args, level };
+    match args.json {
+        true => writeln!(out, "{:#}", about.json(&measured, &memory))?,
+        false => out.write_all(about.text(&measured, &memory).as_bytes())?,
+    }
+    Ok(())
+}
+
+/// Tokens a second of one run from an empty context.
+fn rate(stepper: &mut Stepper, test: Test) -> Result<f64, lapidary_engine::Error> {
+    let config = &stepper.model().config;
+    let vocab = config.vocab.min(config.per_layer.map_or(usize::MAX, |p| p.vocab));
+    let bos = config.bos;
+    stepper.reset();
+    match test {
+        Test::Prompt(n) => {
+            // The ids do not matter for the time; different ones keep experts and table rows from being the same.
+            let ids: Vec<u32> = (0..n).map(|i| ((i * 7919 + 13) % vocab) as u32).collect();
+            let start = Instant::now();
+            stepper.prefill_each(&Prompt::from(&ids[..]), Heads::Last, &mut |_| {})?;
+            Ok(n as f64 / start.elapsed().as_secs_f64())
+        }
+        Test::Generate(n) => {
+            let mut token = stepper.decode_step(bos, 0)?;
+            let start = Instant::now();
+            for position in 1..=n {
+                token = stepper.decode_step(token, position)?;
+            }
+            Ok(n as f64 / start.elapsed().as_secs_f64())
+        }
+    }
+}
+
+/// What the figures belong to.
+struct About<'a> {
+    name: String,
+    checkpoint: &'a Checkpoint,
+    plan: &'a MemoryPlan,
+    args: &'a Args,
+    level: String,
+}
+
+impl About<'_> {
+    /// Bytes that a token of a generation of `n` reads on average: weights, and half of the final keys and values.
+    fn bytes_per_token(&self, n: usize) -> u64 {
+        self.plan.weight_bytes_per_token + self.plan.kv_bytes_per_token(n / 2)
+    }
+
+    fn formats(&self) -> String {
+        let mut largest: Vec<_> = self.plan.weights.iter().collect();
+        largest.sort_by_key(|w| std::cmp::Reverse(w.bytes));
+        largest.first().map_or("none".into(), |w| w.format.to_string())
+    }
+
+    fn text(&self, measured: &[Measured], memory: &BTreeMap<usize, ReadBandwidth>) -> String {
+        let mut text = format!(
+            "{}: {} parameters, {} of weights, mostly {}, compute {}, level {}\n",
+            self.name,
+            count(self.checkpoint.parameters()),
+            bytes(self.plan.weight_bytes()),
+            self.formats(),
+            self.args.device.compute.name(),
+            self.level
+        );
+        let mut table = Table::new(&[
+            ("threads", Align::Right),
+            ("test", Align::Left),
+            ("t/s", Align::Right),
+            ("slowest", Align::Right),
+            ("fastest", Align::Right),
+            ("limit t/s", Align::Right),
+            ("share", Align::Right),
+        ]);
+        for m in measured {
+            let (limit, share) = match m.test {
+                Test::Prompt(_) => (String::new(), String::new()),
+                Test::Generate(n) => {
+                    let limit = memory[&m.threads].bytes_per_second / self.bytes_per_token(n) as f64;
+                    (format!("{limit:.2}"), format!("{:.0} %", 100.0 * median(&m.rates) / limit))
+                }
+            };
+            table.row(vec![
+                m.threads.to_string(),
+                m.test.name(),
+                format!("{:.2}", median(&m.rates)),
+                format!("{:.2}", least(&m.rates)),
+                format!("{:.2}", most(&m.rates)),
+                limit,
+                share,
+            ]);
+        }
+        text += &table.render();
+        for b in memory.values() {
+            text += &format!(
+                "memory, {} {}: {:.2} GB/s read, over {}\n",
+                b.threads,
+                if b.threads == 1 { "thread" } else { "threads" },
+                b.bytes_per_second / 1e9,
+                bytes(b.bytes as u64)
+            );
+        }
+        text += &format!("a written token reads {} of weights\n", bytes(self.plan.weight_bytes_per_token));
+        if lapidary::host::largest_cache().is_some_and(|c| self.plan.weight_bytes_per_token < c) {
+            text += "the weights fit the processor's cache, so the limit is no limit here\n";
+        }
+        text
+    }
+
+    fn json(&self, measured: &[Measured], memory: &BTreeMap<usize, ReadBandwidth>) -> Value {
+        let tests: Vec<Value> = measured
+            .iter()
+            .map(|m| {
+                let mut test = json!({
+                    "threads": m.threads,
+                    "test": m.test.name(),
+                    "tokens_per_second": median(&m.rates),
+                    "slowest": least(&m.rates),
+                    "fastest": most(&m.rates),
+                    "rates": m.rates,
+                });
+                if let Test::Generate(n) = m.test {
+                    let limit = memory[&m.threads].bytes_per_second / self.bytes_per_token(n) as f64;
+                    test["bytes_per_token"] = json!(self.bytes_per_token(n));
+                    test["limit_tokens_per_second"] = json!(limit);
+                    test["share_of_limit"] = json!(median(&m.rates) / limit);
+                }
+                test
+            })
+            .collect();
+        let memory: Vec<Value> = memory
+            .values()
+            .map(|b| json!({"threads": b.threads, "bytes_per_second": b.bytes_per_second, "bytes": b.bytes}))
+            .collect();
+        json!({
+            "model": self.name,
+            "parameters": self.checkpoint.parameters(),
+            "weight_bytes": self.plan.weight_bytes(),
+            "weight_bytes_per_token": self.plan.weight_bytes_per_token,
+            "format": self.formats(),
+            "compute": self.args.device.compute.name(),
+            "level": self.level,
+            "chunk": self.args.chunk,
+            "repetitions": self.args.repetitions,
+            "tests": tests,
+            "read_bandwidth": memory,
+        })
+    }
+}
+
+fn least(rates: &[f64]) -> f64 {
+    rates.iter().copied().fold(f64::INFINITY, f64::min)
+}
+
+fn most(rates: &[f64]) -> f64 {
+    rates.iter().copied().fold(0.0, f64::max)
+}

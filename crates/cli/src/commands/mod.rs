@@ -1,0 +1,37 @@
+//! One file a command.
+
+pub mod bench;
+pub mod check;
+pub mod completions;
+pub mod dump;
+pub mod inspect;
+#[cfg(feature = "hub")]
+pub mod list;
+#[cfg(feature = "hub")]
+pub mod pull;
+#[cfg(feature = "hub")]
+pub mod rm;
+pub mod tokenize;
+
+use std::process::ExitCode;
+
+use crate::arguments::Command;
+
+/// Carries out a command. The code is the program's when nothing failed.
+pub fn run(command: Command) -> anyhow::Result<ExitCode> {
+    let done = |r: anyhow::Result<()>| r.map(|()| ExitCode::SUCCESS);
+    match command {
+        Command::Inspect(args) => done(inspect::run(&args)),
+        Command::Check(args) => check::run(&args),
+        Command::Dump(args) => done(dump::run(&args)),
+        Command::Tokenize(args) => done(tokenize::run(&args)),
+        #[cfg(feature = "hub")]
+        Command::Pull(args) => done(pull::run(&args)),
+        #[cfg(feature = "hub")]
+        Command::List(args) => done(list::run(&args)),
+        #[cfg(feature = "hub")]
+        Command::Rm(args) => done(rm::run(&args)),
+        Command::Bench(args) => done(bench::run(&args)),
+        Command::Completions(args) => done(completions::run(&args)),
+    }
+}

@@ -1,0 +1,210 @@
+//! The flags that commands share: which model, how it is loaded, how tokens are chosen.
+
+use std::ffi::OsString;
+
+use clap::{Args, ValueEnum};
+use lapidary_cpu::{Compute, Level};
+use lapidary_model::EmbedScale;
+use lapidary_ops::KvFormat;
+
+use crate::load::LoadOptions;
+
+/// Longest context that can be asked for; every byte count of it fits 64 bits.
+const MAX_CONTEXT: i64 = 1 << 24;
+
+/// Which model.
+#[derive(Clone, Debug, Args)]
+pub struct ModelArgs {
+    /// The model: a folder, a .gguf file, or owner/name[:quant] from the hub; the built-in one when not given
+    #[arg(short = 'm', long = "model", value_name = "MODEL")]
+    pub model: Option<OsString>,
+    #[command(flatten)]
+    pub store: StoreArgs,
+}
+
+/// Where models by name come from.
+#[derive(Clone, Copy, Debug, Args)]
+pub struct StoreArgs {
+    /// Use downloaded models only, never the network
+    #[arg(long)]
+    pub offline: bool,
+}
+
+/// How a model is loaded.
+#[derive(Clone, Debug, Args)]
+pub struct LoadArgs {
+    /// Tokens of context; the model's own limit, at most 8192, when not given
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=MAX_CONTEXT as u64))]
+    pub ctx: Option<u64>,
+    /// Worker threads; as many as cores may be used when not given
+    #[arg(short = 't', long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub threads: Option<u16>,
+    #[command(flatten)]
+    pub device: DeviceArgs,
+    /// Most prompt tokens in one batch
+    #[arg(long, value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..=16384))]
+    pub chunk: u32,
+}
+
+/// What a model runs on, and in which number types.
+#[derive(Clone, Debug, Args)]
+pub struct DeviceArgs {
+    /// The device to run on
+    #[arg(long, value_enum, default_value_t = Device::Cpu)]
+    pub device: Device,
+    /// Arithmetic: f32 is exact, fast multiplies with quantised activations
+    #[arg(long, value_enum, default_value_t = ComputeArg::DEFAULT)]
+    pub compute: ComputeArg,
+    /// Element type of stored keys and values; f32 with f32 arithmetic and f16 otherwise when not given
+    #[arg(long, value_enum)]
+    pub kv: Option<KvArg>,
+    /// Instruction set to use at most, for comparisons; the best of this processor when not given
+    #[arg(long, value_enum)]
+    pub level: Option<LevelArg>,
+    /// Replaces the model's final logit softcap
+    #[arg(long, value_name = "CAP", value_parser = softcap)]
+    pub final_softcap: Option<f32>,
+    /// Load even if the memory plan exceeds the free memory
+    #[arg(long)]
+    pub ignore_memory: bool,
+}
+
+fn softcap(text: &str) -> Result<f32, String> {
+    match text.parse::<f32>() {
+        Ok(cap) if cap.is_finite() && cap > 0.0 => Ok(cap),
+        _ => Err("expected a finite number above 0".into()),
+    }
+}
+
+/// Devices.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Device {
+    /// The processor
+    Cpu,
+}
+
+/// Arithmetic modes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum ComputeArg {
+    /// True float32
+    F32,
+    /// Quantised activations
+    Fast,
+}
+
+impl ComputeArg {
+    /// What is used unasked.
+    pub const DEFAULT: ComputeArg = match LoadOptions::DEFAULT_COMPUTE {
+        Compute::F32 => ComputeArg::F32,
+        Compute::Fast => ComputeArg::Fast,
+    };
+
+    /// The library's name for it.
+    pub fn compute(self) -> Compute {
+        match self {
+            ComputeArg::F32 => Compute::F32,
+            ComputeArg::Fast => Compute::Fast,
+        }
+    }
+
+    /// The name in reports.
+    pub fn name(self) -> &'static str {
+        match self {
+            ComputeArg::F32 => "f32",
+            ComputeArg::Fast => "fast",
+        }
+    }
+}
+
+/// Element types of keys and values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum KvArg {
+    /// float32
+    F32,
+    /// bfloat16
+    Bf16,
+    /// float16
+    F16,
+    /// Blocks of 32 signed bytes with a scale
+    #[value(name = "q8_0")]
+    Q8_0,
+}
+
+impl KvArg {
+    /// The library's name for it.
+    pub fn format(self) -> KvFormat {
+        match self {
+            KvArg::F32 => KvFormat::F32,
+            KvArg::Bf16 => KvFormat::Bf16,
+            KvArg::F16 => KvFormat::F16,
+            KvArg::Q8_0 => KvFormat::Q8_0,
+        }
+    }
+}
+
+/// Instruction sets.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum LevelArg {
+    /// Plain code for any processor
+    Scalar,
+    /// AVX2 with FMA
+    Avx2,
+    /// AVX-512
+    Avx512,
+}
+
+impl LevelArg {
+    /// The library's name for it.
+    pub fn level(self) -> Level {
+        match self {
+            LevelArg::Scalar => Level::Scalar,
+            LevelArg::Avx2 => Level::Avx2,
+            LevelArg::Avx512 => Level::Avx512,
+        }
+    }
+}
+
+/// Embedding scales.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum ScaleArg {
+    /// Rounded to bfloat16, as the reference serves bf16 weights
+    Bf16,
+    /// Unrounded
+    F32,
+}
+
+impl ScaleArg {
+    /// The library's name for it.
+    pub fn scale(self) -> EmbedScale {
+        match self {
+            ScaleArg::Bf16 => EmbedScale::Bf16,
+            ScaleArg::F32 => EmbedScale::F32,
+        }
+    }
+}
+
+impl DeviceArgs {
+    /// The choices as the library takes them.
+    pub fn options(&self) -> LoadOptions {
+        let Device::Cpu = self.device;
+        LoadOptions {
+            compute: self.compute.compute(),
+            kv: self.kv.map(KvArg::format),
+            level: self.level.map(LevelArg::level),
+            final_softcap: self.final_softcap,
+            ..LoadOptions::default()
+        }
+    }
+}
+
+impl LoadArgs {
+    /// The choices as the library takes them.
+    pub fn options(&self) -> LoadOptions {
+        LoadOptions {
+            context: self.ctx.map(|c| c as usize),
+            chunk: self.chunk as usize,
+            threads: self.threads.map(usize::from),
+            ..self.device.options()
+        }
+    }
+}

@@ -1,0 +1,350 @@
+//! `out = softmax(scale * q K^T) V`, streamed over pages of keys.
+//!
+//! Keys are summed in blocks of `PAGE_TOKENS` aligned to absolute positions, each block joining a running
+//! maximum, sum and accumulator (online softmax). A run of [`SEGMENT`] aligned positions starts afresh, and
+//! segments join in ascending order; so the bits of a row are those of its own sequence, however many workers
+//! share its segments. A unit of work is a few rows of one sequence and one key/value head with all the query
+//! heads that read it: each page is decoded once for all of them.
+
+use lapidary_ops::{Act, AttnSpec, PAGE_TOKENS};
+
+use crate::kv::{Side, decode};
+use crate::level::{Isa, for_level};
+use crate::linear::f32::{RowsView, dots};
+use crate::math;
+use crate::ops::{CpuOps, Scope};
+
+/// Positions whose keys are summed by one worker.
+pub(crate) const SEGMENT: usize = 16 * PAGE_TOKENS;
+/// Rows that read a page together.
+const ROWS_PER_UNIT: usize = 8;
+/// With fewer units than this for each worker, segments are shared out too.
+const UNITS_PER_WORKER: usize = 2;
+
+/// Running maximum, running sum, and where the accumulator starts.
+#[derive(Clone, Copy, Debug)]
+struct Sums {
+    max: f32,
+    sum: f32,
+}
+
+const NONE: Sums = Sums { max: f32::NEG_INFINITY, sum: 0.0 };
+
+impl CpuOps<'_> {
+    /// Attention of one layer.
+    pub(crate) fn attend(&mut self, out: Act, qkv: Act, spec: &AttnSpec) {
+        self.enter(Scope::Shared);
+        let (out, qkv) = (self.act(out), self.act(qkv));
+        let (shape, _) = self.pass.kv.layer(spec.cache);
+        let fits = shape.kv_heads == spec.kv_heads
+            && shape.head_dim == spec.head_dim
+            && spec.heads.is_multiple_of(spec.kv_heads)
+            && out.width() == spec.heads * spec.head_dim
+            && qkv.width() >= out.width();
+        assert!(fits, "attention into {} does not fit its KV cache", out.spec.name);
+
+        let mut groups = std::mem::take(&mut self.scratch.groups);
+        self.group_rows(&mut groups);
+        let units = groups.len() * spec.kv_heads;
+        // All segments that any row of the batch sees, counted from the first of each group.
+        let segments = groups.iter().map(|&(f, n)| self.segments(f, n, spec).len()).max().unwrap_or(0);
+        let few = units < self.workers() * UNITS_PER_WORKER && self.workers() > 1;
+        if few && segments > 1 {
+            self.attend_split(out, qkv, spec, &groups, segments);
+        } else {
+            while let Some(claim) = self.claim(0, 1, units) {
+                for unit in claim {
+                    let (first, rows) = groups[unit / spec.kv_heads];
+                    let head = unit % spec.kv_heads;
+                    let mut unit = self.unit(qkv, spec, first, rows, head);
+                    for segment in self.segments(first, rows, spec) {
+                        unit.segment(self, spec, segment);
+                        unit.join(self.isa());
+                    }
+                    unit.finish(self, out);
+                    self.scratch.attention = unit.memory;
+                }
+            }
+        }
+        self.scratch.groups = groups;
+    }
+
+    /// As above, with every segment of a unit claimed on its own.
+    fn attend_split(
+        &mut self,
+        out: &crate::buffers::Buffer,
+        qkv: &crate::buffers::Buffer,
+        spec: &AttnSpec,
+        groups: &[(usize, usize)],
+        segments: usize,
+    ) {
+        let d = spec.head_dim;
+        let per_group = spec.heads / spec.kv_heads;
+        let slot = d + 2;
+        let at = |row: usize, head: usize, s: usize| ((row * spec.heads + head) * segments + s) * slot;
+        self.need_workspace(self.rows * spec.heads * segments * slot);
+        let pass = self.pass;
+        while let Some(claim) = self.claim(0, 1, groups.len() * spec.kv_heads * segments) {
+            for item in claim {
+                let (unit, s) = (item / segments, item % segments);
+                let (first, rows) = groups[unit / spec.kv_heads];
+                let head = unit % spec.kv_heads;
+                let range = self.segments(first, rows, spec);
+                if s >= range.len() {
+                    continue;
+                }
+                let mut unit = self.unit(qkv, spec, first, rows, head);
+                unit.segment(self, spec, range.start + s);
+                for i in 0..rows * per_group {
+                    let place = at(first + i / per_group, head * per_group + i % per_group, s);
+                    // SAFETY: the slot belongs to the row, head and segment that this worker has claimed.
+                    let part = unsafe { pass.workspace.part(place, slot) };
+                    part[0] = unit.sums[i].max;
+                    part[1] = unit.sums[i].sum;
+                    part[2..].copy_from_slice(&unit.memory.get(unit.layout.len)[unit.layout.acc(i, d)]);
+                }
+                self.scratch.attention = unit.memory;
+            }
+        }
+        self.meet();
+        // Every head of every row is joined by one worker, in order of segments.
+        while let Some(claim) = self.claim(1, 1, self.rows * spec.heads) {
+            for item in claim {
+                let (row, head) = (item / spec.heads, item % spec.heads);
+                let group = groups.partition_point(|&(first, _)| first <= row) - 1;
+                let range = self.segments(groups[group].0, groups[group].1, spec);
+                // SAFETY: the columns belong to the claimed row and head.
+                let to = unsafe { out.part_mut(row, head * d, d) };
+                let mut total = NONE;
+                for s in 0..range.len() {
+                    // SAFETY: the meeting ended all writes to the workspace.
+                    let part = unsafe { pass.workspace.part(at(row, head, s), slot) };
+                    let sums = Sums { max: part[0], sum: part[1] };
+                    total = join(pass.isa, total, to, sums, &part[2..]);
+                }
+                math::scale(pass.isa, to, 1.0 / total.sum);
+            }
+        }
+    }
+
+    /// Runs of at most [`ROWS_PER_UNIT`] active rows of one sequence.
+    fn group_rows(&self, groups: &mut Vec<(usize, usize)>) {
+        groups.clear();
+        let span = |row| self.pass.upload.span_of[self.batch_row(row)];
+        for row in 0..self.rows {
+            match groups.last_mut() {
+                Some((first, n)) if *n < ROWS_PER_UNIT && span(*first) == span(row) => *n += 1,
+                _ => groups.push((row, 1)),
+            }
+        }
+    }
+
+    /// Keys visible to an active row.
+    fn visible(&self, row: usize, spec: &AttnSpec) -> std::ops::Range<usize> {
+        let (batch, b) = (&self.pass.upload.batch, self.batch_row(row));
+        let position = batch.positions[b] as usize;
+        let from = spec.window.map_or(0, |w| (position + 1).saturating_sub(w));
+        from..batch.visible_to[spec.cache.group.index()][b] as usize
+    }
+
+    /// Segments with a key that one of the rows sees.
+    fn segments(&self, first: usize, rows: usize, spec: &AttnSpec) -> std::ops::Range<usize> {
+        let ranges = (first..first + rows).map(|r| self.visible(r, spec));
+        let all = ranges.reduce(|a, b| a.start.min(b.start)..a.end.max(b.end)).unwrap_or(0..0);
+        all.start / SEGMENT..all.end.div_ceil(SEGMENT)
+    }
+
+    fn unit<'q>(
+        &mut self,
+        qkv: &'q crate::buffers::Buffer,
+        spec: &AttnSpec,
+        first: usize,
+        rows: usize,
+        head: usize,
+    ) -> Unit<'q> {
+        let heads = spec.heads / spec.kv_heads;
+        Unit {
+            qkv,
+            first,
+            rows,
+            head,
+            heads,
+            d: spec.head_dim,
+            sums: vec![NONE; rows * heads],
+            totals: vec![NONE; rows * heads],
+            layout: Layout::new(rows * heads, heads, spec.head_dim),
+            memory: std::mem::take(&mut self.scratch.attention),
+        }
+    }
+}
+
+/// Where things stand in a unit's memory.
+#[derive(Clone, Copy, Debug)]
+struct Layout {
+    values: usize,
+    scores: usize,
+    acc: usize,
+    total: usize,
+    len: usize,
+}
+
+impl Layout {
+    fn new(queries: usize, heads: usize, d: usize) -> Layout {
+        // Keys come first.
+        let values = PAGE_TOKENS * d;
+        let scores = values + PAGE_TOKENS * d;
+        let acc = scores + heads * PAGE_TOKENS;
+        let total = acc + queries * d;
+        Layout { values, scores, acc, total, len: total + queries * d }
+    }
+
+    fn acc(&self, query: usize, d: usize) -> std::ops::Range<usize> {
+        self.acc + query * d..self.acc + (query + 1) * d
+    }
+}
+
+/// A few rows of one sequence and the query heads of one key/value head.
+#[derive(Debug)]
+struct Unit<'q> {
+    qkv: &'q crate::buffers::Buffer,
+    first: usize,
+    rows: usize,
+    head: usize,
+    /// Query heads.
+    heads: usize,
+    d: usize,
+    /// Of the segment at hand, by row and query head.
+    sums: Vec<Sums>,
+    /// Of the segments before.
+    totals: Vec<Sums>,
+    layout: Layout,
+    memory: crate::memory::Grow,
+}
+
+impl Unit<'_> {
+    /// Sums over the keys of one segment.
+    fn segment(&mut self, ops: &CpuOps<'_>, spec: &AttnSpec, segment: usize) {
+        let (pass, isa, d, heads) = (ops.pass, ops.isa(), self.d, self.heads);
+        let (_, format) = pass.kv.layer(spec.cache);
+        let memory = self.memory.get(self.layout.len);
+        let (keys, rest) = memory.split_at_mut(self.layout.values);
+        let (values, rest) = rest.split_at_mut(self.layout.scores - self.layout.values);
+        let (scores, rest) = rest.split_at_mut(self.layout.acc - self.layout.scores);
+        let acc = &mut rest[..self.rows * heads * d];
+        self.sums.fill(NONE);
+        acc.fill(0.0);
+        for from in (segment * SEGMENT..(segment + 1) * SEGMENT).step_by(PAGE_TOKENS) {
+            let seen = |i: usize| {
+                let v = ops.visible(self.first + i, spec);
+                v.start.clamp(from, from + PAGE_TOKENS) - from..v.end.clamp(from, from + PAGE_TOKENS) - from
+            };
+            if (0..self.rows).all(|i| seen(i).is_empty()) {
+                continue;
+            }
+            let (page, _) = pass.upload.cell(ops.batch_row(self.first), spec.cache.group, from as i32);
+            let load = |side, into: &mut [f32]| {
+                // SAFETY: the meeting before this verb ended all writes to the pools.
+                decode(format, unsafe { pass.kv.page(spec.cache, page, side, self.head) }, into);
+            };
+            load(Side::Keys, keys);
+            load(Side::Values, values);
+            for i in 0..self.rows {
+                let cols = seen(i);
+                if cols.is_empty() {
+                    continue;
+                }
+                // SAFETY: the meeting before this verb ended all writes to the queries.
+                let row = unsafe { self.qkv.row(self.first + i) };
+                let q = RowsView { values: &row[self.head * heads * d..], stride: d, count: heads };
+                let k = RowsView { values: &keys[cols.start * d..], stride: d, count: cols.len() };
+                scores.fill(f32::NEG_INFINITY);
+                dots(isa, q, k, d, &mut scores[cols.start..], PAGE_TOKENS);
+                for (h, scores) in scores.as_chunks_mut::<PAGE_TOKENS>().0.iter_mut().enumerate() {
+                    let visible = &mut scores[cols.clone()];
+                    math::scale(isa, visible, spec.scale);
+                    if let Some(cap) = spec.softcap {
+                        math::softcap(isa, visible, cap);
+                    }
+                    let query = i * heads + h;
+                    let sums = &mut self.sums[query];
+                    let acc = &mut acc[query * d..][..d];
+                    let max = visible.iter().fold(sums.max, |m, &s| m.max(s));
+                    let factor = if sums.sum == 0.0 { 0.0 } else { math::exp(sums.max - max) };
+                    let added = math::exp_minus(isa, scores, max);
+                    *sums = Sums { max, sum: sums.sum * factor + added };
+                    if factor != 1.0 {
+                        math::scale(isa, acc, factor);
+                    }
+                    weigh(isa, acc, &scores[cols.clone()], &values[cols.start * d..]);
+                }
+            }
+        }
+    }
+
+    /// Joins the segment at hand to those before.
+    fn join(&mut self, isa: Isa) {
+        let (acc, total) = self.memory.get(self.layout.len)[self.layout.acc..]
+            .split_at_mut(self.layout.total - self.layout.acc);
+        for (i, (acc, total)) in acc.chunks_exact(self.d).zip(total.chunks_exact_mut(self.d)).enumerate() {
+            self.totals[i] = join(isa, self.totals[i], total, self.sums[i], acc);
+        }
+    }
+
+    /// Writes `total / sum`.
+    fn finish(&mut self, ops: &CpuOps<'_>, out: &crate::buffers::Buffer) {
+        let total = &mut self.memory.get(self.layout.len)[self.layout.total..];
+        for (i, total) in total.chunks_exact_mut(self.d).enumerate().take(self.rows * self.heads) {
+            math::scale(ops.isa(), total, 1.0 / self.totals[i].sum);
+            let col = (self.head * self.heads + i % self.heads) * self.d;
+            // SAFETY: the columns belong to the rows and heads of the claimed unit.
+            unsafe { out.part_mut(self.first + i / self.heads, col, self.d) }.copy_from_slice(total);
+        }
+    }
+}
+
+/// Joins `next` to what came before it. A segment without a visible key changes nothing.
+fn join(isa: Isa, before: Sums, total: &mut [f32], next: Sums, acc: &[f32]) -> Sums {
+    if next.sum == 0.0 {
+        return before;
+    }
+    if before.sum == 0.0 {
+        total.copy_from_slice(acc);
+        return next;
+    }
+    let max = before.max.max(next.max);
+    let (a, b) = (math::exp(before.max - max), math::exp(next.max - max));
+    join_values(isa, total, a, acc, b);
+    Sums { max, sum: before.sum * a + next.sum * b }
+}
+
+for_level! {
+    pub fn join_values(total: &mut [f32], a: f32, acc: &[f32], b: f32) {
+        for (t, &v) in total.iter_mut().zip(acc) {
+            *t = *t * a + v * b;
+        }
+    }
+}
+
+for_level! {
+    /// `acc = acc + sum_j p_j v_j`, ascending in j for every element.
+    pub fn weigh(acc: &mut [f32], p: &[f32], v: &[f32]) {
+        let d = acc.len();
+        let (parts, rest) = acc.as_chunks_mut::<32>();
+        for (c, part) in parts.iter_mut().enumerate() {
+            let mut sums = *part;
+            for (j, &p) in p.iter().enumerate() {
+                let v: &[f32; 32] = v[j * d + c * 32..][..32].try_into().expect("32 values");
+                for l in 0..32 {
+                    sums[l] += p * v[l];
+                }
+            }
+            *part = sums;
+        }
+        let from = d - rest.len();
+        for (l, a) in rest.iter_mut().enumerate() {
+            for (j, &p) in p.iter().enumerate() {
+                *a += p * v[j * d + from + l];
+            }
+        }
+    }
+}

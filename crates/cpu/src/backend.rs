@@ -1,0 +1,304 @@
+//! The backend: what it owns, and how a pass runs.
+
+use std::sync::{Mutex, PoisonError};
+
+use lapidary_formats::{Format, TensorView};
+use lapidary_ops::{
+    Act, ActKind, ActRows, ActSpec, Backend, Batch, BatchShape, DeviceReport, Error, Gain, KernelReport,
+    KvPlan, KvRef, Mat, MemoryUse, Ops, Outcome, PAGE_TOKENS, Result,
+};
+
+use crate::buffers::Buffer;
+use crate::kv::{self, KvPools, Side};
+use crate::level::{Isa, Level};
+use crate::matrix::Matrix;
+use crate::ops::CpuOps;
+use crate::pass::{Pass, Scratch, Upload, Workspace};
+use crate::team::Team;
+use crate::topology::available_cores;
+
+/// How products with weights are computed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Compute {
+    /// True float32: weights decoded exactly, float32 activations and sums.
+    #[default]
+    F32,
+    /// Activations in int8 blocks, integer products.
+    Fast,
+}
+
+/// What a [`CpuBackend`] is made of.
+#[derive(Clone, Debug, Default)]
+pub struct CpuOptions {
+    /// Workers; `None` for as many as [`available_cores`].
+    pub threads: Option<usize>,
+    /// Arithmetic mode.
+    pub compute: Compute,
+    /// Instruction set, for tests; `None` for the best that the processor has.
+    pub level: Option<Level>,
+}
+
+/// The CPU as a device.
+#[derive(Debug)]
+pub struct CpuBackend {
+    isa: Isa,
+    team: Team,
+    acts: Vec<Buffer>,
+    mats: Vec<Matrix>,
+    gains: Vec<Vec<f32>>,
+    kv: KvPools,
+    upload: Upload,
+    uploaded: bool,
+    workspace: Workspace,
+    scratch: Vec<Mutex<Scratch>>,
+    outcome: Option<Outcome>,
+}
+
+impl CpuBackend {
+    /// Starts the team.
+    ///
+    /// # Errors
+    /// `Unsupported` for a level that this processor lacks or a mode that is not there, `Device` where threads
+    /// cannot be started or there are to be none.
+    pub fn new(options: CpuOptions) -> Result<CpuBackend> {
+        let unsupported = |what: String| Error::Unsupported { device: "cpu".into(), what };
+        let isa = Isa::new(options.level).ok_or_else(|| {
+            let wanted = options.level.map_or("", Level::name);
+            unsupported(format!("level {wanted} on a processor whose best is {}", Level::detect()))
+        })?;
+        if options.compute == Compute::Fast {
+            return Err(unsupported("the fast mode is not built".into()));
+        }
+        let workers = options.threads.unwrap_or_else(available_cores);
+        if workers == 0 {
+            return Err(Error::Device("a cpu team needs at least 1 thread".into()));
+        }
+        let team =
+            Team::new(workers).map_err(|e| Error::Device(format!("starting {workers} threads: {e}")))?;
+        Ok(CpuBackend {
+            isa,
+            team,
+            acts: Vec::new(),
+            mats: Vec::new(),
+            gains: Vec::new(),
+            kv: KvPools::empty(),
+            upload: Upload::default(),
+            uploaded: false,
+            workspace: Workspace::empty()?,
+            scratch: (0..workers).map(|_| Mutex::default()).collect(),
+            outcome: None,
+        })
+    }
+
+    /// Workers of the team.
+    pub fn threads(&self) -> usize {
+        self.team.sync().workers()
+    }
+
+    /// Rows that every buffer with rows of kind `rows` has.
+    fn row_limit(&self, rows: ActRows) -> usize {
+        let of_kind = self.acts.iter().filter(|a| a.spec.rows == rows);
+        of_kind.map(|a| a.spec.max_rows).min().unwrap_or(usize::MAX)
+    }
+}
+
+impl Backend for CpuBackend {
+    fn report(&self) -> DeviceReport {
+        let level = self.isa.level();
+        let kernels = Format::ALL.map(|format| KernelReport {
+            format,
+            kernel: match format {
+                Format::F32 => format!("f32 x f32, {level}"),
+                _ => format!("decoded to f32, f32 x f32, {level}"),
+            },
+            fallback: level == Level::Scalar,
+        });
+        DeviceReport {
+            backend: "cpu",
+            device: processor_name(),
+            level: level.name().to_string(),
+            units: self.threads(),
+            mode: "f32",
+            kernels: kernels.to_vec(),
+        }
+    }
+
+    fn pack(&mut self, parts: &[TensorView<'_>], group_rows: usize) -> Result<Mat> {
+        let matrix = Matrix::new(parts)?;
+        if group_rows == 0 || !matrix.rows.is_multiple_of(group_rows) {
+            let reason = format!("{} rows are not a whole number of groups of {group_rows}", matrix.rows);
+            return Err(Error::Tensor { tensor: parts[0].name.clone(), reason });
+        }
+        let handle = Mat(u32::try_from(self.mats.len()).map_err(|_| too_many("matrices"))?);
+        self.mats.push(matrix);
+        Ok(handle)
+    }
+
+    fn vector(&mut self, name: &str, values: &[f32]) -> Result<Gain> {
+        if let Some(i) = values.iter().position(|v| !v.is_finite()) {
+            let reason = format!("value {i} is {}, not finite", values[i]);
+            return Err(Error::Tensor { tensor: name.to_string(), reason });
+        }
+        let handle = Gain(u32::try_from(self.gains.len()).map_err(|_| too_many("vectors"))?);
+        self.gains.push(values.to_vec());
+        Ok(handle)
+    }
+
+    fn activation(&mut self, spec: ActSpec) -> Result<Act> {
+        let handle = Act(u16::try_from(self.acts.len()).map_err(|_| too_many("activations"))?);
+        self.acts.push(Buffer::new(spec)?);
+        Ok(handle)
+    }
+
+    fn kv(&mut self, plan: &KvPlan) -> Result<()> {
+        self.kv.resize(plan)
+    }
+
+    fn upload(&mut self, batch: &Batch) -> Result<()> {
+        self.uploaded = false;
+        for (what, rows, limit) in [
+            ("batch row", batch.tokens.len(), self.row_limit(ActRows::Batch)),
+            ("head row", batch.heads.len(), self.row_limit(ActRows::Heads)),
+        ] {
+            if rows > limit {
+                return Err(Error::TooManyRows { what, rows, limit });
+            }
+        }
+        self.upload.take(batch, &self.kv.plan)?;
+        self.uploaded = true;
+        Ok(())
+    }
+
+    fn run(&mut self, shape: &BatchShape, program: &(dyn Fn(&mut dyn Ops) + Sync)) -> Result<()> {
+        let batch = &self.upload.batch;
+        if !self.uploaded || (shape.rows, shape.head_rows) != (batch.tokens.len(), batch.heads.len()) {
+            return Err(Error::Device("the pass to run is not of the shape of the uploaded batch".into()));
+        }
+        self.outcome = None;
+        let sync = self.team.sync();
+        let best = (0..sync.workers()).map(|_| Mutex::default()).collect();
+        let pass = Pass {
+            isa: self.isa,
+            sync,
+            acts: &self.acts,
+            mats: &self.mats,
+            gains: &self.gains,
+            kv: &self.kv,
+            upload: &self.upload,
+            workspace: &self.workspace,
+            // SAFETY: no pass runs yet.
+            workspace_floats: unsafe { self.workspace.bytes() } / size_of::<f32>(),
+            outcome: Mutex::default(),
+            best,
+        };
+        let scratch = &self.scratch;
+        let done = self.team.run(&|worker| {
+            let mut scratch = scratch[worker].lock().unwrap_or_else(PoisonError::into_inner);
+            program(&mut CpuOps::new(&pass, worker, shape.rows, &mut scratch));
+        });
+        done.map_err(|message| Error::WorkerPanicked { message })?;
+        self.outcome = Some(pass.outcome.into_inner().unwrap_or_else(PoisonError::into_inner));
+        Ok(())
+    }
+
+    fn collect(&mut self) -> Result<Outcome> {
+        self.outcome.take().ok_or_else(|| Error::Device("there is no finished pass to collect".into()))
+    }
+
+    fn read(&mut self, act: Act, rows: usize, out: &mut Vec<f32>) -> Result<()> {
+        let unknown = || Error::Device(format!("activation {} was never allocated", act.0));
+        let buffer = self.acts.get(act.0 as usize).ok_or_else(unknown)?;
+        if buffer.spec.kind != ActKind::F32 {
+            return Err(Error::Device(format!("{} is not a float32 activation", buffer.spec.name)));
+        }
+        if rows > buffer.spec.max_rows {
+            let limit = buffer.spec.max_rows;
+            return Err(Error::TooManyRows { what: buffer.spec.name, rows, limit });
+        }
+        out.clear();
+        for r in 0..rows {
+            // SAFETY: no pass runs while the backend is borrowed here.
+            out.extend_from_slice(unsafe { buffer.row(r) });
+        }
+        Ok(())
+    }
+
+    fn kv_store(&mut self, cache: KvRef, page: usize, in_page: usize, k: &[f32], v: &[f32]) -> Result<()> {
+        let d = self.check_cell(cache, page, in_page, k.len(), v.len())?;
+        let (_, format) = self.kv.layer(cache);
+        for (side, values) in [(Side::Keys, k), (Side::Values, v)] {
+            for (head, values) in values.chunks_exact(d).enumerate() {
+                // SAFETY: no pass runs while the backend is borrowed here.
+                kv::encode(format, values, unsafe { self.kv.cell_mut(cache, page, side, head, in_page) });
+            }
+        }
+        Ok(())
+    }
+
+    fn kv_load(
+        &mut self,
+        cache: KvRef,
+        page: usize,
+        in_page: usize,
+        k: &mut [f32],
+        v: &mut [f32],
+    ) -> Result<()> {
+        let d = self.check_cell(cache, page, in_page, k.len(), v.len())?;
+        let (_, format) = self.kv.layer(cache);
+        for (side, values) in [(Side::Keys, k), (Side::Values, v)] {
+            for (head, values) in values.chunks_exact_mut(d).enumerate() {
+                // SAFETY: no pass runs while the backend is borrowed here.
+                kv::decode(format, unsafe { self.kv.cell_mut(cache, page, side, head, in_page) }, values);
+            }
+        }
+        Ok(())
+    }
+
+    fn memory(&self) -> MemoryUse {
+        let lock = |s: &Mutex<Scratch>| s.lock().unwrap_or_else(PoisonError::into_inner).bytes();
+        // SAFETY: no pass runs while the backend is borrowed here.
+        let workspace = unsafe { self.workspace.bytes() };
+        MemoryUse {
+            weights: self.mats.iter().map(Matrix::bytes).sum::<usize>()
+                + self.gains.iter().map(|g| g.len() * size_of::<f32>()).sum::<usize>(),
+            mapped: 0,
+            activations: self.acts.iter().map(Buffer::bytes).sum::<usize>()
+                + workspace
+                + self.scratch.iter().map(lock).sum::<usize>(),
+            kv: self.kv.bytes(),
+        }
+    }
+}
+
+impl CpuBackend {
+    /// Checks a cell's address and the lengths that go with it; returns the head width.
+    fn check_cell(&self, cache: KvRef, page: usize, in_page: usize, k: usize, v: usize) -> Result<usize> {
+        let group = &self.kv.plan.groups[cache.group.index()];
+        let bad = |what: String| Err(Error::Device(what));
+        let Some(shape) = group.layers.get(cache.index) else {
+            return bad(format!("the {:?} group has no KV pool {}", cache.group, cache.index));
+        };
+        if page >= group.pages || in_page >= PAGE_TOKENS {
+            return bad(format!(
+                "position {in_page} of page {page} is outside a pool of {} pages",
+                group.pages
+            ));
+        }
+        let width = shape.kv_heads * shape.head_dim;
+        if k != width || v != width {
+            return bad(format!("{k} keys and {v} values, not {width} each"));
+        }
+        Ok(shape.head_dim)
+    }
+}
+
+fn too_many(what: &str) -> Error {
+    Error::Device(format!("too many {what} for their handles"))
+}
+
+/// The processor's own name where the system tells it.
+fn processor_name() -> String {
+    let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let line = info.lines().find(|l| l.starts_with("model name"));
+    line.and_then(|l| l.split_once(':')).map_or("cpu".to_string(), |(_, name)| name.trim().to_string())
+}

@@ -1,0 +1,190 @@
+//! Keys and values: the pools, and how single heads go in and out.
+//!
+//! Pools are laid out as `lapidary-ops` describes: `[page][K, V][kv_head][position in page][head_dim]`.
+
+use half::f16;
+use half::slice::HalfFloatSliceExt;
+use lapidary_ops::{Error, GROUPS, KvFormat, KvGroupPlan, KvLayerShape, KvPlan, KvRef, PAGE_TOKENS, Result};
+
+use crate::memory::Aligned;
+
+/// Both groups' pools.
+#[derive(Debug)]
+pub(crate) struct KvPools {
+    /// What they were made for.
+    pub plan: KvPlan,
+    pools: [Vec<Aligned>; GROUPS],
+}
+
+/// Which half of a page.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Side {
+    Keys = 0,
+    Values = 1,
+}
+
+impl KvPools {
+    /// No layers at all.
+    pub fn empty() -> KvPools {
+        let none = || KvGroupPlan { layers: Vec::new(), format: KvFormat::F32, pages: 0, window: None };
+        KvPools { plan: KvPlan { groups: [none(), none()] }, pools: Default::default() }
+    }
+
+    /// Allocates or resizes to `plan`. Nothing has changed after an error.
+    pub fn resize(&mut self, plan: &KvPlan) -> Result<()> {
+        let first = self.pools.iter().all(Vec::is_empty);
+        let mut pools: [Vec<Aligned>; GROUPS] = Default::default();
+        for (g, group) in plan.groups.iter().enumerate() {
+            let old = &self.plan.groups[g];
+            if !first && (old.layers != group.layers || old.format != group.format) {
+                let what = "changing the layers or the format of a KV cache in use".into();
+                return Err(Error::Unsupported { device: "cpu".into(), what });
+            }
+            for (i, layer) in group.layers.iter().enumerate() {
+                if group.format == KvFormat::Q8_0 && !layer.head_dim.is_multiple_of(32) {
+                    let what =
+                        format!("a q8_0 KV cache for heads of {}, not a multiple of 32", layer.head_dim);
+                    return Err(Error::Unsupported { device: "cpu".into(), what });
+                }
+                let bytes = group.page_bytes(i).saturating_mul(group.pages);
+                let mut pool = Aligned::zeroed(bytes, "the KV cache")?;
+                if let Some(held) = self.pools[g].get(i) {
+                    let keep = held.len().min(bytes);
+                    pool.as_mut_slice()[..keep].copy_from_slice(&held.as_slice()[..keep]);
+                }
+                pools[g].push(pool);
+            }
+        }
+        self.plan = plan.clone();
+        self.pools = pools;
+        Ok(())
+    }
+
+    /// Bytes held.
+    pub fn bytes(&self) -> usize {
+        self.pools.iter().flatten().map(Aligned::len).sum()
+    }
+
+    /// The layer's heads and the element type.
+    pub fn layer(&self, cache: KvRef) -> (KvLayerShape, KvFormat) {
+        let group = &self.plan.groups[cache.group.index()];
+        (group.layers[cache.index], group.format)
+    }
+
+    fn offset(&self, cache: KvRef, page: usize, side: Side, head: usize, in_page: usize) -> usize {
+        let group = &self.plan.groups[cache.group.index()];
+        let shape = group.layers[cache.index];
+        assert!(
+            page < group.pages && head < shape.kv_heads && in_page < PAGE_TOKENS,
+            "page {page}, head {head}, position {in_page} leave the KV cache"
+        );
+        let row = group.format.row_bytes(shape.head_dim);
+        group.cell_offset(cache.index, page, in_page)
+            + (side as usize * shape.kv_heads + head) * PAGE_TOKENS * row
+    }
+
+    /// All positions of one head in a page, `[PAGE_TOKENS, row_bytes]`.
+    ///
+    /// # Safety
+    /// Nobody writes to the page while the reference lives.
+    pub unsafe fn page(&self, cache: KvRef, page: usize, side: Side, head: usize) -> &[u8] {
+        let (shape, format) = self.layer(cache);
+        let start = self.offset(cache, page, side, head, 0);
+        let len = PAGE_TOKENS * format.row_bytes(shape.head_dim);
+        let pool = &self.pools[cache.group.index()][cache.index];
+        assert!(start + len <= pool.len());
+        // SAFETY: inside the pool by the assertion; the caller answers for writers.
+        unsafe { std::slice::from_raw_parts(pool.start().add(start), len) }
+    }
+
+    /// One head's key or value at one position.
+    ///
+    /// # Safety
+    /// Nobody else uses this cell while the reference lives.
+    #[allow(clippy::mut_from_ref, reason = "workers write disjoint cells of one pool")]
+    pub unsafe fn cell_mut(
+        &self,
+        cache: KvRef,
+        page: usize,
+        side: Side,
+        head: usize,
+        in_page: usize,
+    ) -> &mut [u8] {
+        let (shape, format) = self.layer(cache);
+        let start = self.offset(cache, page, side, head, in_page);
+        let len = format.row_bytes(shape.head_dim);
+        let pool = &self.pools[cache.group.index()][cache.index];
+        assert!(start + len <= pool.len());
+        // SAFETY: inside the pool by the assertion; the caller answers for other users.
+        unsafe { std::slice::from_raw_parts_mut(pool.start().add(start), len) }
+    }
+}
+
+/// Encodes `values` into `bytes`.
+pub(crate) fn encode(format: KvFormat, values: &[f32], bytes: &mut [u8]) {
+    match format {
+        KvFormat::F32 => {
+            for (b, v) in bytes.as_chunks_mut::<4>().0.iter_mut().zip(values) {
+                *b = v.to_le_bytes();
+            }
+        }
+        KvFormat::F16 => {
+            for (b, v) in bytes.as_chunks_mut::<2>().0.iter_mut().zip(values) {
+                *b = f16::from_f32(*v).to_le_bytes();
+            }
+        }
+        KvFormat::Bf16 => {
+            for (b, v) in bytes.as_chunks_mut::<2>().0.iter_mut().zip(values) {
+                *b = half::bf16::from_f32(*v).to_le_bytes();
+            }
+        }
+        KvFormat::Q8_0 => {
+            for (block, v) in bytes.as_chunks_mut::<34>().0.iter_mut().zip(values.as_chunks::<32>().0) {
+                let largest = v.iter().fold(0.0f32, |m, x| m.max(x.abs()));
+                let scale = largest / 127.0;
+                let inverse = if scale > 0.0 { 1.0 / scale } else { 0.0 };
+                block[..2].copy_from_slice(&f16::from_f32(scale).to_le_bytes());
+                for (q, x) in block[2..].iter_mut().zip(v) {
+                    *q = (x * inverse).round() as i8 as u8;
+                }
+            }
+        }
+    }
+}
+
+/// Decodes `bytes` into `values`; any number of whole rows.
+pub(crate) fn decode(format: KvFormat, bytes: &[u8], values: &mut [f32]) {
+    match format {
+        KvFormat::F32 => {
+            for (b, v) in bytes.as_chunks::<4>().0.iter().zip(values) {
+                *v = f32::from_le_bytes(*b);
+            }
+        }
+        KvFormat::F16 => {
+            // SAFETY: every bit pattern is an f16; an unaligned start falls to the slow loop.
+            match unsafe { bytes.align_to::<f16>() } {
+                ([], halves, []) if cfg!(target_endian = "little") => {
+                    halves.convert_to_f32_slice(&mut values[..halves.len()]);
+                }
+                _ => {
+                    for (b, v) in bytes.as_chunks::<2>().0.iter().zip(values) {
+                        *v = f16::from_le_bytes(*b).to_f32();
+                    }
+                }
+            }
+        }
+        KvFormat::Bf16 => {
+            for (b, v) in bytes.as_chunks::<2>().0.iter().zip(values) {
+                *v = f32::from_bits(u32::from(u16::from_le_bytes(*b)) << 16);
+            }
+        }
+        KvFormat::Q8_0 => {
+            for (block, v) in bytes.as_chunks::<34>().0.iter().zip(values.as_chunks_mut::<32>().0) {
+                let scale = f16::from_le_bytes([block[0], block[1]]).to_f32();
+                for (x, &q) in v.iter_mut().zip(&block[2..]) {
+                    *x = scale * f32::from(q as i8);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,316 @@
+//! Dot products of float32 rows, the kernel under every float path.
+//!
+//! `out[i, j] = x_i . w_j` for `m` rows of x and `n` rows of w, both `k` long. Each output has one vector of
+//! partial sums ([`LANES`] of them; 8 at AVX2), element `e` going to lane `e mod lanes` in ascending order by
+//! fused multiply-add, and one fixed tree at the end. How many outputs a block computes side by side changes
+//! speed only. The error of a sum of k terms is that of k / lanes + log2(lanes) roundings.
+//!
+//! Ceiling: two 8-lane (AVX2) or one to two 16-lane (AVX-512) fused operations a cycle. Blocks of 4 x 4 load
+//! 8 vectors for 16 operations.
+
+use crate::level::Isa;
+#[cfg(any(target_arch = "x86_64", test))]
+use crate::level::Level;
+
+/// Partial sums of one output at the scalar level and at AVX-512.
+const LANES: usize = 16;
+
+/// A number of rows of equal length, `stride` floats apart.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RowsView<'a> {
+    /// The rows.
+    pub values: &'a [f32],
+    /// Floats from one row to the next.
+    pub stride: usize,
+    /// How many.
+    pub count: usize,
+}
+
+impl RowsView<'_> {
+    fn check(&self, k: usize) {
+        let needed = if self.count == 0 { 0 } else { (self.count - 1) * self.stride + k };
+        assert!(self.values.len() >= needed, "rows end before their last value");
+    }
+}
+
+/// `out[i * out_stride + j] = x_i . w_j`.
+pub(crate) fn dots(isa: Isa, x: RowsView<'_>, w: RowsView<'_>, k: usize, out: &mut [f32], out_stride: usize) {
+    x.check(k);
+    w.check(k);
+    if x.count == 0 || w.count == 0 {
+        return;
+    }
+    assert!(out.len() >= (x.count - 1) * out_stride + w.count, "output is too short");
+    match isa.level() {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the level was detected, and the rows and outputs lie inside their slices by the checks above.
+        Level::Avx512 => unsafe { x86::avx512::dots(x, w, k, out, out_stride) },
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: as above.
+        Level::Avx2 => unsafe { x86::avx2::dots(x, w, k, out, out_stride) },
+        _ => scalar(x, w, k, out, out_stride),
+    }
+}
+
+fn scalar(x: RowsView<'_>, w: RowsView<'_>, k: usize, out: &mut [f32], out_stride: usize) {
+    for i in 0..x.count {
+        let a = &x.values[i * x.stride..][..k];
+        for j in 0..w.count {
+            let b = &w.values[j * w.stride..][..k];
+            let mut lanes = [0.0f32; LANES];
+            let (a_parts, a_rest) = a.as_chunks::<LANES>();
+            let (b_parts, b_rest) = b.as_chunks::<LANES>();
+            for (a, b) in a_parts.iter().zip(b_parts) {
+                for l in 0..LANES {
+                    lanes[l] += a[l] * b[l];
+                }
+            }
+            for (l, (a, b)) in a_rest.iter().zip(b_rest).enumerate() {
+                lanes[l] += a * b;
+            }
+            let mut half = LANES / 2;
+            while half > 0 {
+                for l in 0..half {
+                    lanes[l] += lanes[l + half];
+                }
+                half /= 2;
+            }
+            out[i * out_stride + j] = lanes[0];
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use super::RowsView;
+
+    /// The same blocking at both levels; `$m` rows of x by `$n` rows of w make the largest block.
+    macro_rules! level {
+        ($name:ident, $features:literal, $m:literal, $n:literal, $single:literal) => {
+            pub mod $name {
+                use super::RowsView;
+                use std::arch::x86_64::*;
+
+                /// # Safety
+                /// The level's features, and `super::super::dots`'s bounds.
+                #[target_feature(enable = $features)]
+                pub unsafe fn dots(
+                    x: RowsView<'_>,
+                    w: RowsView<'_>,
+                    k: usize,
+                    out: &mut [f32],
+                    out_stride: usize,
+                ) {
+                    let mut i = 0;
+                    // SAFETY: every block below starts inside the rows that `dots` was checked for.
+                    unsafe {
+                        while i + $m <= x.count {
+                            let mut j = 0;
+                            while j + $n <= w.count {
+                                block::<$m, $n>(x, i, w, j, k, out, out_stride);
+                                j += $n;
+                            }
+                            while j < w.count {
+                                block::<$m, 1>(x, i, w, j, k, out, out_stride);
+                                j += 1;
+                            }
+                            i += $m;
+                        }
+                        while i < x.count {
+                            let mut j = 0;
+                            while j + $single <= w.count {
+                                block::<1, $single>(x, i, w, j, k, out, out_stride);
+                                j += $single;
+                            }
+                            while j < w.count {
+                                block::<1, 1>(x, i, w, j, k, out, out_stride);
+                                j += 1;
+                            }
+                            i += 1;
+                        }
+                    }
+                }
+
+                #[inline]
+                #[target_feature(enable = $features)]
+                unsafe fn block<const M: usize, const N: usize>(
+                    x: RowsView<'_>,
+                    i: usize,
+                    w: RowsView<'_>,
+                    j: usize,
+                    k: usize,
+                    out: &mut [f32],
+                    out_stride: usize,
+                ) {
+                    // SAFETY: rows i .. i + M and j .. j + N lie inside the views, k values each, and the
+                    // partial load of the tail touches only what is left of the row.
+                    unsafe {
+                        let a: [*const f32; M] =
+                            std::array::from_fn(|r| x.values.as_ptr().add((i + r) * x.stride));
+                        let b: [*const f32; N] =
+                            std::array::from_fn(|r| w.values.as_ptr().add((j + r) * w.stride));
+                        let mut acc = [[zero(); N]; M];
+                        let whole = k - k % LANES;
+                        let mut e = 0;
+                        while e < whole {
+                            let mut bv = [zero(); N];
+                            for c in 0..N {
+                                bv[c] = load(b[c].add(e));
+                            }
+                            for r in 0..M {
+                                let av = load(a[r].add(e));
+                                for c in 0..N {
+                                    acc[r][c] = fma(av, bv[c], acc[r][c]);
+                                }
+                            }
+                            e += LANES;
+                        }
+                        if e < k {
+                            for r in 0..M {
+                                let av = load_part(a[r].add(e), k - e);
+                                for c in 0..N {
+                                    acc[r][c] = fma(av, load_part(b[c].add(e), k - e), acc[r][c]);
+                                }
+                            }
+                        }
+                        for r in 0..M {
+                            for c in 0..N {
+                                *out.get_unchecked_mut((i + r) * out_stride + j + c) = sum(acc[r][c]);
+                            }
+                        }
+                    }
+                }
+
+                #[inline]
+                #[target_feature(enable = $features)]
+                fn sum8(v: __m256) -> f32 {
+                    let v = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps::<1>(v));
+                    let v = _mm_add_ps(v, _mm_movehl_ps(v, v));
+                    _mm_cvtss_f32(_mm_add_ss(v, _mm_shuffle_ps::<1>(v, v)))
+                }
+
+                vector_ops!($name, $features);
+            }
+        };
+    }
+
+    macro_rules! vector_ops {
+        (avx512, $features:literal) => {
+            const LANES: usize = 16;
+            #[inline]
+            #[target_feature(enable = $features)]
+            fn zero() -> __m512 {
+                _mm512_setzero_ps()
+            }
+            #[inline]
+            #[target_feature(enable = $features)]
+            unsafe fn load(p: *const f32) -> __m512 {
+                // SAFETY: the caller has 16 values there.
+                unsafe { _mm512_loadu_ps(p) }
+            }
+            #[inline]
+            #[target_feature(enable = $features)]
+            unsafe fn load_part(p: *const f32, n: usize) -> __m512 {
+                // SAFETY: lanes beyond the caller's n values are not touched.
+                unsafe { _mm512_maskz_loadu_ps((1u16 << n) - 1, p) }
+            }
+            #[inline]
+            #[target_feature(enable = $features)]
+            fn fma(a: __m512, b: __m512, c: __m512) -> __m512 {
+                _mm512_fmadd_ps(a, b, c)
+            }
+            // Not the compiler's own reduction: that one may choose another order from place to place.
+            #[inline]
+            #[target_feature(enable = $features)]
+            fn sum(v: __m512) -> f32 {
+                sum8(_mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps::<1>(v)))
+            }
+        };
+        (avx2, $features:literal) => {
+            const LANES: usize = 8;
+            #[inline]
+            #[target_feature(enable = $features)]
+            fn zero() -> __m256 {
+                _mm256_setzero_ps()
+            }
+            #[inline]
+            #[target_feature(enable = $features)]
+            unsafe fn load(p: *const f32) -> __m256 {
+                // SAFETY: the caller has 8 values there.
+                unsafe { _mm256_loadu_ps(p) }
+            }
+            #[inline]
+            #[target_feature(enable = $features)]
+            unsafe fn load_part(p: *const f32, n: usize) -> __m256 {
+                let mut lanes = [0.0f32; 8];
+                // SAFETY: the caller has n < 8 values there.
+                unsafe {
+                    std::ptr::copy_nonoverlapping(p, lanes.as_mut_ptr(), n);
+                    _mm256_loadu_ps(lanes.as_ptr())
+                }
+            }
+            #[inline]
+            #[target_feature(enable = $features)]
+            fn fma(a: __m256, b: __m256, c: __m256) -> __m256 {
+                _mm256_fmadd_ps(a, b, c)
+            }
+            #[inline]
+            #[target_feature(enable = $features)]
+            fn sum(v: __m256) -> f32 {
+                sum8(v)
+            }
+        };
+    }
+
+    level!(avx512, "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq", 4, 4, 8);
+    level!(avx2, "avx2,fma,f16c", 2, 4, 8);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn values(n: usize, seed: u32) -> Vec<f32> {
+        let mut s = seed;
+        (0..n)
+            .map(|_| {
+                s = s.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                (s >> 8) as f32 / (1 << 23) as f32 - 1.0
+            })
+            .collect()
+    }
+
+    #[test]
+    fn dots_match_f64_at_every_level_and_blocking() {
+        for level in [Level::Scalar, Level::Avx2, Level::Avx512] {
+            let Some(isa) = Isa::new(Some(level)) else {
+                eprintln!("this processor lacks {level}");
+                continue;
+            };
+            for k in [1, 7, 8, 15, 16, 96, 160, 333, 640, 2112] {
+                let (m, n, stride) = (7, 11, k + 3);
+                let x = values(m * stride, 1);
+                let w = values(n * stride, 2);
+                let rows = |v, count| RowsView { values: v, stride, count };
+                let mut out = vec![f32::NAN; m * n];
+                dots(isa, rows(&x, m), rows(&w, n), k, &mut out, n);
+                for i in 0..m {
+                    for j in 0..n {
+                        let terms =
+                            (0..k).map(|e| f64::from(x[i * stride + e]) * f64::from(w[j * stride + e]));
+                        let (exact, size) = terms.fold((0.0, 0.0), |(s, a), t| (s + t, a + t.abs()));
+                        // k / 8 + 3 roundings of partial sums that never exceed the sum of magnitudes.
+                        let bound = size * (k as f64 / 8.0 + 4.0) * f64::from(f32::EPSILON) / 2.0;
+                        let found = f64::from(out[i * n + j]);
+                        assert!((found - exact).abs() <= bound, "{level} k {k} [{i}, {j}] {found} {exact}");
+                        // The same output alone.
+                        let mut one = [f32::NAN];
+                        let (a, b) = (&x[i * stride..], &w[j * stride..]);
+                        dots(isa, rows(a, 1), rows(b, 1), k, &mut one, 1);
+                        assert_eq!(one[0].to_bits(), out[i * n + j].to_bits(), "{level} k {k} [{i}, {j}]");
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,310 @@
+//! The team: a fixed set of workers that all run the same function at once.
+//!
+//! The caller of [`Team::run`] is worker 0. Between parts of a job workers meet at [`Sync::meet`]: they spin
+//! for a bounded while, because the next part is microseconds away, and then sleep, because on a shared
+//! machine the worker that they wait for may need the very core that they spin on. A worker that panics
+//! poisons the meeting point; the others leave at their next meeting, and `run` reports the panic.
+
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread::JoinHandle;
+
+/// Turns of the spin loop before a waiter sleeps, about 20 microseconds.
+const SPINS: u32 = 2_000;
+
+/// Claims that one part of a job may use side by side.
+pub(crate) const COUNTERS: usize = 2;
+
+/// What a waiter waits for: a number that changes. Sleepers are woken only where there are some.
+#[derive(Debug, Default)]
+struct Signal {
+    value: AtomicUsize,
+    sleepers: AtomicUsize,
+    lock: Mutex<()>,
+    wake: Condvar,
+}
+
+impl Signal {
+    fn advance(&self) {
+        self.value.fetch_add(1, Ordering::SeqCst);
+        self.wake_all();
+    }
+
+    fn wake_all(&self) {
+        if self.sleepers.load(Ordering::SeqCst) > 0 {
+            drop(self.lock.lock().unwrap_or_else(PoisonError::into_inner));
+            self.wake.notify_all();
+        }
+    }
+
+    /// Returns once `done` holds; `done` must become true before an `advance` or `wake_all`.
+    fn wait_until(&self, done: impl Fn() -> bool) {
+        for _ in 0..SPINS {
+            if done() {
+                return;
+            }
+            std::hint::spin_loop();
+        }
+        let mut guard = self.lock.lock().unwrap_or_else(PoisonError::into_inner);
+        self.sleepers.fetch_add(1, Ordering::SeqCst);
+        while !done() {
+            guard = self.wake.wait(guard).unwrap_or_else(PoisonError::into_inner);
+        }
+        self.sleepers.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// Where the workers of a job meet, and the counters that they claim work from.
+#[derive(Debug)]
+pub(crate) struct Sync {
+    workers: usize,
+    arrived: AtomicUsize,
+    meetings: Signal,
+    poisoned: AtomicBool,
+    claims: [AtomicUsize; COUNTERS],
+}
+
+/// Payload of the unwinding by which workers leave a job that another worker's panic has ended.
+struct Left;
+
+impl Sync {
+    fn new(workers: usize) -> Sync {
+        Sync {
+            workers,
+            arrived: AtomicUsize::new(0),
+            meetings: Signal::default(),
+            poisoned: AtomicBool::new(false),
+            claims: Default::default(),
+        }
+    }
+
+    /// Workers of the team.
+    pub fn workers(&self) -> usize {
+        self.workers
+    }
+
+    /// Waits until every worker is here; the counters start from 0 afterwards. Everything that any worker
+    /// wrote before is visible to all after.
+    pub fn meet(&self) {
+        if self.workers == 1 {
+            self.reset_claims();
+            return;
+        }
+        let before = self.meetings.value.load(Ordering::SeqCst);
+        if self.arrived.fetch_add(1, Ordering::AcqRel) + 1 == self.workers {
+            self.arrived.store(0, Ordering::Relaxed);
+            self.reset_claims();
+            self.meetings.advance();
+        } else {
+            self.meetings.wait_until(|| {
+                self.meetings.value.load(Ordering::SeqCst) != before || self.poisoned.load(Ordering::SeqCst)
+            });
+        }
+        if self.poisoned.load(Ordering::SeqCst) {
+            resume_unwind(Box::new(Left));
+        }
+    }
+
+    /// Claims the next `chunk` of `total` items from `counter`, until all are taken.
+    pub fn claim(&self, counter: usize, chunk: usize, total: usize) -> Option<std::ops::Range<usize>> {
+        let from = self.claims[counter].fetch_add(chunk, Ordering::Relaxed);
+        (from < total).then(|| from..(from + chunk).min(total))
+    }
+
+    fn reset_claims(&self) {
+        self.claims.iter().for_each(|c| c.store(0, Ordering::Relaxed));
+    }
+
+    fn poison(&self) {
+        self.poisoned.store(true, Ordering::SeqCst);
+        self.meetings.wake_all();
+    }
+
+    fn reset(&self) {
+        self.arrived.store(0, Ordering::SeqCst);
+        self.poisoned.store(false, Ordering::SeqCst);
+        self.reset_claims();
+    }
+}
+
+/// A job, borrowed for the length of one `run`.
+#[derive(Clone, Copy)]
+struct Job(*const (dyn Fn(usize) + std::marker::Sync));
+
+// SAFETY: the function behind the pointer is `Sync`, and `run` keeps it alive until every worker is done.
+unsafe impl Send for Job {}
+
+struct Shared {
+    sync: Sync,
+    job: Mutex<Option<Job>>,
+    started: Signal,
+    finished: Signal,
+    stop: AtomicBool,
+    panic: Mutex<Option<String>>,
+}
+
+/// The workers.
+pub(crate) struct Team {
+    shared: Arc<Shared>,
+    threads: Vec<JoinHandle<()>>,
+    /// Held for the length of a job: one at a time.
+    turn: Mutex<()>,
+}
+
+impl std::fmt::Debug for Team {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Team({} workers)", self.shared.sync.workers)
+    }
+}
+
+impl Team {
+    /// Starts `workers - 1` threads beside the caller.
+    pub fn new(workers: usize) -> std::io::Result<Team> {
+        let shared = Arc::new(Shared {
+            sync: Sync::new(workers),
+            job: Mutex::new(None),
+            started: Signal::default(),
+            finished: Signal::default(),
+            stop: AtomicBool::new(false),
+            panic: Mutex::new(None),
+        });
+        let mut team = Team { shared, threads: Vec::new(), turn: Mutex::new(()) };
+        for id in 1..workers {
+            let shared = Arc::clone(&team.shared);
+            let thread = std::thread::Builder::new()
+                .name(format!("lapidary-cpu-{id}"))
+                .spawn(move || serve(&shared, id))?;
+            team.threads.push(thread);
+        }
+        Ok(team)
+    }
+
+    /// Where the workers meet.
+    pub fn sync(&self) -> &Sync {
+        &self.shared.sync
+    }
+
+    /// Runs `job(worker)` on every worker and returns when all are done; the message of the first panic if
+    /// there was one. The team can run the next job after either.
+    pub fn run(&self, job: &(dyn Fn(usize) + std::marker::Sync)) -> Result<(), String> {
+        let shared = &*self.shared;
+        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        shared.sync.reset();
+        if shared.sync.workers > 1 {
+            // SAFETY: only the lifetime changes; the wait below ends before `job` does, and workers touch the
+            // job only before they report that they are done.
+            let job: &'static (dyn Fn(usize) + std::marker::Sync) = unsafe { std::mem::transmute(job) };
+            *shared.job.lock().unwrap_or_else(PoisonError::into_inner) = Some(Job(job));
+            let done = shared.finished.value.load(Ordering::SeqCst) + shared.sync.workers - 1;
+            shared.started.advance();
+            part(shared, job, 0);
+            shared.finished.wait_until(|| shared.finished.value.load(Ordering::SeqCst) == done);
+        } else {
+            part(shared, job, 0);
+        }
+        match shared.panic.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            Some(message) => Err(message),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Drop for Team {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::SeqCst);
+        self.shared.started.advance();
+        for thread in self.threads.drain(..) {
+            // A worker catches every panic of its jobs, so there is nothing to learn from the result.
+            let _ = thread.join();
+        }
+    }
+}
+
+/// What a worker's thread does for its whole life.
+fn serve(shared: &Shared, id: usize) {
+    let mut seen = 0;
+    loop {
+        shared.started.wait_until(|| shared.started.value.load(Ordering::SeqCst) != seen);
+        seen += 1;
+        if shared.stop.load(Ordering::SeqCst) {
+            return;
+        }
+        let job = *shared.job.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(job) = job {
+            // SAFETY: `run` keeps the function alive until this worker has reported below.
+            part(shared, unsafe { &*job.0 }, id);
+        }
+        shared.finished.advance();
+    }
+}
+
+/// One worker's part of a job.
+fn part(shared: &Shared, job: &(dyn Fn(usize) + std::marker::Sync), id: usize) {
+    if let Err(payload) = catch_unwind(AssertUnwindSafe(|| job(id))) {
+        if !payload.is::<Left>() {
+            let mut first = shared.panic.lock().unwrap_or_else(PoisonError::into_inner);
+            first.get_or_insert_with(|| message_of(&*payload));
+        }
+        shared.sync.poison();
+    }
+}
+
+fn message_of(payload: &(dyn Any + Send)) -> String {
+    if let Some(text) = payload.downcast_ref::<&str>() {
+        (*text).to_string()
+    } else if let Some(text) = payload.downcast_ref::<String>() {
+        text.clone()
+    } else {
+        "no message".to_string()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_item_is_claimed_once_and_meetings_order_the_parts() {
+        for workers in 1..=4 {
+            let team = Team::new(workers).expect("threads start");
+            for _ in 0..200 {
+                let taken: Vec<AtomicUsize> = (0..37).map(|_| AtomicUsize::new(0)).collect();
+                let sync = Arc::clone(&team.shared);
+                team.run(&|_| {
+                    for _ in 0..3 {
+                        while let Some(range) = sync.sync.claim(0, 5, taken.len()) {
+                            for i in range {
+                                taken[i].fetch_add(1, Ordering::Relaxed);
+                            }
+                        }
+                        sync.sync.meet();
+                    }
+                    assert!(taken.iter().all(|t| t.load(Ordering::Relaxed) == 3));
+                })
+                .expect("no worker panics");
+            }
+        }
+    }
+
+    #[test]
+    fn a_panic_ends_the_job_for_all_and_the_team_goes_on() {
+        for workers in 1..=3 {
+            let team = Team::new(workers).expect("threads start");
+            for victim in 0..workers {
+                let shared = Arc::clone(&team.shared);
+                let error = team
+                    .run(&|id| {
+                        shared.sync.meet();
+                        assert!(id != victim, "worker {victim} fails");
+                        shared.sync.meet();
+                    })
+                    .expect_err("the panic is reported");
+                assert!(error.contains(&format!("worker {victim} fails")), "{error}");
+                let shared = Arc::clone(&team.shared);
+                team.run(&|_| shared.sync.meet()).expect("the next job runs");
+            }
+        }
+    }
+}

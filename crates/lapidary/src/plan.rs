@@ -1,0 +1,322 @@
+//! Where memory will go, from headers alone: weights by format, keys and values, activations, and what one decoded
+//! token has to read.
+//!
+//! The buffers are listed as the model's builder makes them; a test holds the list, and the sums, against what a
+//! backend allocates for every variant.
+
+use lapidary_formats::Format;
+use lapidary_model::kv_plan::kv_plan;
+use lapidary_model::{Config, Limits};
+use lapidary_ops::{ActKind, ActRows, ActSpec, GROUPS, Group, KvFormat, KvGroupPlan, KvPlan, PAGE_TOKENS};
+use lapidary_weights::{Checkpoint, ExpertPart, LayerRole, Role, Stored};
+
+/// The CPU backend starts each row of a buffer on a cache line of this many float32 values.
+const ROW_FLOATS: usize = 16;
+
+/// What a plan is made for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PlanOptions {
+    /// Positions of each sequence.
+    pub context: usize,
+    /// Sequences that are held at once.
+    pub sequences: usize,
+    /// Rows of one pass.
+    pub limits: Limits,
+    /// Element type of keys and values by group.
+    pub kv: [KvFormat; GROUPS],
+}
+
+/// Bytes that a model will take once it is loaded.
+#[derive(Clone, Debug)]
+pub struct MemoryPlan {
+    /// Matrices that the model uses, by format, in the order of [`Format::ALL`].
+    pub weights: Vec<WeightShare>,
+    /// Norm gains and other vectors, kept as float32.
+    pub vector_bytes: u64,
+    /// The pools of keys and values.
+    pub kv: KvPlan,
+    /// Buffers between the verbs of a pass.
+    pub activations: Vec<ActSpec>,
+    /// Bytes of matrices and vectors that one decoded token reads.
+    pub weight_bytes_per_token: u64,
+    /// Matrix values that take part in one decoded token; fewer than the model's parameters where experts are
+    /// chosen or only a row of a table is read.
+    pub active_parameters: u64,
+    /// Bytes of keys and values that each layer reads for one visible position, and whether its window limits them.
+    readers: Vec<(u64, Option<usize>)>,
+}
+
+/// How much of the used matrices one format takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WeightShare {
+    /// The format.
+    pub format: Format,
+    /// Matrices in it.
+    pub matrices: usize,
+    /// Their bytes, scales included.
+    pub bytes: u64,
+}
+
+impl MemoryPlan {
+    /// Plans a checkpoint; reads no tensor. Tensors that the model does not use (dead keys and values of KV-sharing
+    /// layers, calibration hints) are not counted; tensors that are missing are the loader's to refuse.
+    pub fn new(checkpoint: &Checkpoint, config: &Config, options: &PlanOptions) -> MemoryPlan {
+        let kv = kv_plan(config, options.kv, options.sequences, options.context, options.limits.rows);
+        let mut plan = MemoryPlan {
+            weights: Vec::new(),
+            vector_bytes: 0,
+            readers: readers(config, options.kv),
+            kv,
+            activations: activations(config, options.limits),
+            weight_bytes_per_token: 0,
+            active_parameters: 0,
+        };
+        plan.vector_bytes += 4 * inv_freq_values(config);
+        plan.weight_bytes_per_token += plan.vector_bytes;
+        let untied = checkpoint.stored(Role::Head).is_some();
+        for role in checkpoint.roles() {
+            let stored = checkpoint.stored(role).expect("it is one of the file's roles");
+            match use_of(role, config, untied) {
+                Use::Unused => {}
+                Use::Vector => {
+                    let bytes = 4 * stored.values();
+                    plan.vector_bytes += bytes;
+                    plan.weight_bytes_per_token += bytes;
+                }
+                Use::Matrix(share) => plan.matrix(&stored, share),
+            }
+        }
+        let order = |f: Format| Format::ALL.iter().position(|&g| g == f);
+        plan.weights.sort_by_key(|w| order(w.format));
+        plan
+    }
+
+    fn matrix(&mut self, stored: &Stored<'_>, share: Share) {
+        match self.weights.iter_mut().find(|w| w.format == stored.format) {
+            Some(w) => {
+                w.matrices += 1;
+                w.bytes += stored.bytes;
+            }
+            None => {
+                let bytes = stored.bytes;
+                self.weights.push(WeightShare { format: stored.format, matrices: 1, bytes });
+            }
+        }
+        let (part, whole) = match share {
+            Share::Whole => (1, 1),
+            Share::OneRow => (1, stored.shape.first().map_or(1, |&rows| rows as u64).max(1)),
+            Share::Experts { chosen, of } => (chosen, of),
+        };
+        // A row or an expert is a whole part, so the division is exact for well-formed files.
+        self.weight_bytes_per_token +=
+            (u128::from(stored.bytes) * u128::from(part) / u128::from(whole)) as u64;
+        self.active_parameters += (u128::from(stored.values()) * u128::from(part) / u128::from(whole)) as u64;
+    }
+
+    /// Bytes of all weights.
+    pub fn weight_bytes(&self) -> u64 {
+        self.weights.iter().map(|w| w.bytes).sum::<u64>() + self.vector_bytes
+    }
+
+    /// Bytes of one group's keys and values; saturates for contexts that no machine holds.
+    pub fn kv_group_bytes(&self, group: Group) -> u64 {
+        pool_bytes(&self.kv.groups[group.index()])
+    }
+
+    /// Bytes of all keys and values.
+    pub fn kv_bytes(&self) -> u64 {
+        Group::ALL.iter().fold(0, |sum, &g| sum.saturating_add(self.kv_group_bytes(g)))
+    }
+
+    /// Bytes of all activation buffers.
+    pub fn activation_bytes(&self) -> u64 {
+        let bytes = |a: &ActSpec| 4 * (a.width.next_multiple_of(ROW_FLOATS) as u64) * a.max_rows as u64;
+        self.activations.iter().map(bytes).sum()
+    }
+
+    /// Bytes in all.
+    pub fn total(&self) -> u64 {
+        self.weight_bytes().saturating_add(self.kv_bytes()).saturating_add(self.activation_bytes())
+    }
+
+    /// Bytes of keys and values that a decoded token reads after `position` earlier ones.
+    pub fn kv_bytes_per_token(&self, position: usize) -> u64 {
+        let visible = |window: Option<usize>| window.map_or(position + 1, |w| w.min(position + 1)) as u64;
+        self.readers.iter().map(|&(bytes, window)| bytes * visible(window)).sum()
+    }
+}
+
+/// What a model does with a tensor.
+enum Use {
+    Unused,
+    Vector,
+    Matrix(Share),
+}
+
+/// How much of a matrix one token reads.
+enum Share {
+    Whole,
+    OneRow,
+    Experts { chosen: u64, of: u64 },
+}
+
+fn use_of(role: Role, config: &Config, untied: bool) -> Use {
+    let (layer, local) = match role {
+        Role::Embed if untied => return Use::Matrix(Share::OneRow),
+        Role::Embed | Role::Head => return Use::Matrix(Share::Whole),
+        Role::FinalNorm => return Use::Vector,
+        // They take the place of the computed frequencies, which are counted with the config.
+        Role::RopeFreqs => return Use::Unused,
+        Role::PerLayerTable | Role::PerLayerModelProj | Role::PerLayerProjNorm
+            if config.per_layer.is_none() =>
+        {
+            return Use::Unused;
+        }
+        Role::PerLayerTable => return Use::Matrix(Share::OneRow),
+        Role::PerLayerModelProj => return Use::Matrix(Share::Whole),
+        Role::PerLayerProjNorm => return Use::Vector,
+        Role::Layer(layer, local) => (layer as usize, local),
+    };
+    let Some(l) = config.layers.get(layer) else { return Use::Unused };
+    let (own_kv, per_layer) = (l.donor.is_none(), config.per_layer.is_some());
+    let experts = |moe: lapidary_model::MoeConfig| {
+        Use::Matrix(Share::Experts { chosen: moe.top_k as u64, of: moe.experts as u64 })
+    };
+    match local {
+        LayerRole::KNorm | LayerRole::KProj if !own_kv => Use::Unused,
+        LayerRole::VProj if !own_kv || l.values_are_keys => Use::Unused,
+        LayerRole::KScale | LayerRole::VScale => Use::Unused,
+        // A number in the pass, not a vector on the device.
+        LayerRole::LayerScalar => Use::Unused,
+        LayerRole::InputNorm
+        | LayerRole::PostAttnNorm
+        | LayerRole::PreFfnNorm
+        | LayerRole::PostFfnNorm
+        | LayerRole::QNorm
+        | LayerRole::KNorm => Use::Vector,
+        LayerRole::QProj
+        | LayerRole::KProj
+        | LayerRole::VProj
+        | LayerRole::OProj
+        | LayerRole::Gate
+        | LayerRole::Up
+        | LayerRole::Down => Use::Matrix(Share::Whole),
+        LayerRole::PerLayerGate | LayerRole::PerLayerProj if per_layer => Use::Matrix(Share::Whole),
+        LayerRole::PostPerLayerNorm if per_layer => Use::Vector,
+        LayerRole::PerLayerGate | LayerRole::PerLayerProj | LayerRole::PostPerLayerNorm => Use::Unused,
+        LayerRole::Router
+        | LayerRole::RouterScale
+        | LayerRole::PerExpertScale
+        | LayerRole::PreFfnNorm2
+        | LayerRole::PostFfnNorm1
+        | LayerRole::PostFfnNorm2
+        | LayerRole::ExpertsGateUp
+        | LayerRole::ExpertsGate
+        | LayerRole::ExpertsUp
+        | LayerRole::ExpertsDown
+        | LayerRole::Expert { part: ExpertPart::Gate | ExpertPart::Up | ExpertPart::Down, .. } => {
+            match (config.moe, local) {
+                (None, _) => Use::Unused,
+                (Some(_), LayerRole::Router) => Use::Matrix(Share::Whole),
+                (
+                    Some(moe),
+                    LayerRole::ExpertsGateUp
+                    | LayerRole::ExpertsGate
+                    | LayerRole::ExpertsUp
+                    | LayerRole::ExpertsDown
+                    | LayerRole::Expert { .. },
+                ) => experts(moe),
+                (Some(_), _) => Use::Vector,
+            }
+        }
+    }
+}
+
+/// Frequencies of both rope tables; a group without layers has one pair.
+fn inv_freq_values(config: &Config) -> u64 {
+    let pairs = |g: Group| config.layers.iter().find(|l| l.group == g).map_or(1, |l| l.head_dim / 2);
+    Group::ALL.iter().map(|&g| pairs(g) as u64).sum()
+}
+
+/// Each layer's bytes of keys and values for one position. A KV-sharing layer reads its donor's again.
+fn readers(config: &Config, formats: [KvFormat; GROUPS]) -> Vec<(u64, Option<usize>)> {
+    let layer = |l: &lapidary_model::LayerConfig| {
+        let row = formats[l.group.index()].row_bytes(l.head_dim) as u64;
+        (2 * l.kv_heads as u64 * row, (l.group == Group::Sliding).then_some(config.window))
+    };
+    config.layers.iter().map(layer).collect()
+}
+
+fn pool_bytes(group: &KvGroupPlan) -> u64 {
+    let page = |l: &lapidary_ops::KvLayerShape| {
+        2 * l.kv_heads as u128 * PAGE_TOKENS as u128 * group.format.row_bytes(l.head_dim) as u128
+    };
+    let bytes: u128 = group.layers.iter().map(|l| page(l).saturating_mul(group.pages as u128)).sum();
+    u64::try_from(bytes).unwrap_or(u64::MAX)
+}
+
+/// The buffers that a model allocates, in the order in which its builder asks for them.
+pub fn activations(config: &Config, limits: Limits) -> Vec<ActSpec> {
+    let mut list = List { limits, specs: Vec::new() };
+    let hidden = config.hidden;
+    let rope = |g: Group| config.layers.iter().find(|l| l.group == g).map_or(2, |l| l.head_dim);
+    list.batch("x", hidden, ActKind::F32);
+    list.batch("input", hidden, ActKind::Input);
+    list.batch("y", hidden, ActKind::F32);
+    list.batch("rope_sliding", rope(Group::Sliding), ActKind::F32);
+    list.batch("rope_full", rope(Group::Full), ActKind::F32);
+    list.push("final_norm", hidden, ActKind::F32, ActRows::Heads);
+    list.push("head_input", hidden, ActKind::Input, ActRows::Heads);
+    list.push("logits", config.vocab, ActKind::F32, ActRows::Heads);
+    if let Some(p) = config.per_layer {
+        list.batch("per_layer_input", hidden, ActKind::Input);
+        list.batch("per_layer_inputs", config.layers.len() * p.width, ActKind::F32);
+        list.batch("per_layer_gate", p.width, ActKind::F32);
+        list.batch("per_layer_hidden", p.width, ActKind::Input);
+    }
+    for l in &config.layers {
+        let parts = match (l.donor, l.values_are_keys) {
+            (Some(_), _) => 0,
+            (None, true) => 1,
+            (None, false) => 2,
+        };
+        list.shared("qkv", (config.heads + parts * l.kv_heads) * l.head_dim, ActKind::F32);
+        list.shared("heads", config.heads * l.head_dim, ActKind::Input);
+        list.shared("gate_up", 2 * l.intermediate, ActKind::F32);
+        list.shared("mlp_hidden", l.intermediate, ActKind::Input);
+        if let Some(m) = config.moe {
+            list.shared("router_input", hidden, ActKind::F32);
+            list.shared("router_logits", m.experts, ActKind::F32);
+            list.shared("routes", 2 * m.top_k, ActKind::F32);
+            list.shared("expert_input", hidden, ActKind::Input);
+            list.shared("expert_output", hidden, ActKind::F32);
+        }
+    }
+    list.specs
+}
+
+struct List {
+    limits: Limits,
+    specs: Vec<ActSpec>,
+}
+
+impl List {
+    fn push(&mut self, name: &'static str, width: usize, kind: ActKind, rows: ActRows) {
+        let max_rows = match rows {
+            ActRows::Batch => self.limits.rows,
+            ActRows::Heads => self.limits.head_rows,
+        };
+        self.specs.push(ActSpec { name, width, kind, rows, max_rows });
+    }
+
+    fn batch(&mut self, name: &'static str, width: usize, kind: ActKind) {
+        self.push(name, width, kind, ActRows::Batch);
+    }
+
+    /// A buffer that layers share where their widths agree.
+    fn shared(&mut self, name: &'static str, width: usize, kind: ActKind) {
+        if !self.specs.iter().any(|s| s.name == name && s.width == width) {
+            self.batch(name, width, kind);
+        }
+    }
+}
