@@ -12,7 +12,23 @@ impl Stepper {
     /// # Errors
     /// `NoLogits` before the first step with a head, `Length` when `out` is not one vocabulary long.
     pub fn logits_into(&mut self, out: &mut [f32]) -> Result<()> {
-        if self.logit_rows == 0 {
+        match self.logit_rows {
+            0 => Err(Error::NoLogits),
+            rows => self.logits_row_into(rows - 1, out),
+        }
+    }
+
+    /// Head rows of the last pass that had any: one for each slot of a decoded batch, in its order.
+    pub fn logit_rows(&self) -> usize {
+        self.logit_rows
+    }
+
+    /// Copies the logits of head row `row` of the last pass, after the softcap.
+    ///
+    /// # Errors
+    /// `NoLogits` when the last pass had no such head row, `Length` when `out` is not one vocabulary long.
+    pub fn logits_row_into(&mut self, row: usize, out: &mut [f32]) -> Result<()> {
+        if row >= self.logit_rows {
             return Err(Error::NoLogits);
         }
         let vocab = self.model().config.vocab;
@@ -22,7 +38,7 @@ impl Stepper {
         let (act, rows) = (self.model().acts.logits, self.logit_rows);
         let mut values = Vec::new();
         self.runner.backend().read(act, rows, &mut values)?;
-        out.copy_from_slice(&values[(rows - 1) * vocab..]);
+        out.copy_from_slice(&values[row * vocab..][..vocab]);
         Ok(())
     }
 
@@ -57,7 +73,8 @@ impl Stepper {
 
     /// Runs the attention sublayer of `layer` on the residual row `x` at `position` of the single sequence, and
     /// returns the residual after it: `x + rms(Attention(rms(x)); post_attention_norm)`. Writes the layer's
-    /// keys and values at `position`, which must be the cursor; the cursor stays.
+    /// keys and values at `position`, which must be the cursor; the cursor stays. A KV-sharing layer reads what
+    /// its donor wrote there, so the donor's turn comes first.
     ///
     /// # Errors
     /// `Layer`, `Length`, `SoftNotFinite`, `Position`, `ContextFull`.
@@ -107,6 +124,7 @@ impl Stepper {
         let tables = self.single.tables(&mut b, 1);
         b.spans.push(RowSpan { first_row: 0, rows: 1, tables });
         self.batch = b;
+        self.single.touch(1);
         let shape = self.batch.shape(layers, TailRows::All);
         self.runner.run_program(&self.batch, &shape, program)?;
         let act = self.model().acts.x;

@@ -1,4 +1,7 @@
-//! Why a step or a request was refused. After any of these the state is what it was before the call.
+//! Why a step or a request was refused. After a refusal the state is what it was before the call.
+//!
+//! `NonFiniteLogits` and a failing `Backend` are found while a pass runs: then the sequence stands where it
+//! stood and can go on, but the logits and captures at hand are those of the failed pass.
 
 /// What can go wrong in this crate.
 #[non_exhaustive]
@@ -45,6 +48,8 @@ pub enum Error {
     SlotSmoke { layer: usize, problem: String },
     #[error("{what} must be at least 1")]
     Zero { what: &'static str },
+    #[error("{what} of {found} exceeds the limit of {limit}")]
+    TooLarge { what: &'static str, found: usize, limit: usize },
     #[error(transparent)]
     Sampling(#[from] crate::sampling::SamplingError),
     #[error(transparent)]

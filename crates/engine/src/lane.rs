@@ -15,7 +15,8 @@ pub(crate) struct Lane {
     window: usize,
     context: usize,
     cursor: usize,
-    /// One past the highest position ever written since the last reset; pages of older blocks went to it.
+    /// One past the highest position that a pass may have written since the last reset; pages of older blocks
+    /// went to it.
     high: usize,
 }
 
@@ -55,10 +56,16 @@ impl Lane {
         }
     }
 
+    /// A pass is about to write `rows` rows from the cursor. The pages that they take from the oldest blocks
+    /// are gone from here on, even if the pass fails.
+    pub fn touch(&mut self, rows: usize) {
+        self.high = self.high.max(self.cursor + rows);
+    }
+
     /// The sequence has moved on by `rows`.
     pub fn advance(&mut self, rows: usize) {
+        self.touch(rows);
         self.cursor += rows;
-        self.high = self.high.max(self.cursor);
     }
 
     /// The earliest position whose keys the sliding group still holds.
@@ -71,6 +78,11 @@ impl Lane {
     pub fn rewind(&mut self, position: usize) -> Result<()> {
         if position > self.cursor {
             return Err(Error::RewindForward { position, cursor: self.cursor });
+        }
+        // The first position sees no other, so what is held does not matter.
+        if position == 0 {
+            self.reset();
+            return Ok(());
         }
         let held = self.held_from();
         if (position + 1).saturating_sub(self.window) < held {

@@ -30,7 +30,9 @@ impl Runner {
         if context == 0 {
             return Err(Error::Zero { what: "context" });
         }
+        check_context("context", context)?;
         let plan = kv_plan(&model.config, kv, 1, context, model.limits.rows);
+        check_size(&plan)?;
         backend.kv(&plan)?;
         Ok(Runner { model, backend, plan })
     }
@@ -61,6 +63,7 @@ impl Runner {
         for (group, pages) in plan.groups.iter_mut().zip(pages) {
             group.pages = pages;
         }
+        check_size(&plan)?;
         self.backend.kv(&plan)?;
         self.plan = plan;
         Ok(())
@@ -100,4 +103,34 @@ impl Runner {
     pub(crate) fn backend(&mut self) -> &mut dyn Backend {
         self.backend.as_mut()
     }
+}
+
+/// Positions are 32 bits wide in a batch, and one past the last is named too.
+pub(crate) fn check_context(what: &'static str, context: usize) -> Result<()> {
+    let limit = i32::MAX as usize - 1;
+    match context > limit {
+        true => Err(Error::TooLarge { what, found: context, limit }),
+        false => Ok(()),
+    }
+}
+
+/// Page numbers are 32 bits wide, and a pool's size must be one that a device can be asked for.
+fn check_size(plan: &KvPlan) -> Result<()> {
+    for group in &plan.groups {
+        let limit = i32::MAX as usize;
+        if group.pages > limit {
+            return Err(Error::TooLarge { what: "number of pages", found: group.pages, limit });
+        }
+        let mut bytes = 0usize;
+        for layer in 0..group.layers.len() {
+            let pool = group.page_bytes(layer).checked_mul(group.pages);
+            bytes = pool.and_then(|p| p.checked_add(bytes)).unwrap_or(usize::MAX);
+            // Backends that hold float32 in place of a format need up to four times as much.
+            let limit = isize::MAX as usize / 4;
+            if bytes > limit {
+                return Err(Error::TooLarge { what: "bytes of keys and values", found: bytes, limit });
+            }
+        }
+    }
+    Ok(())
 }

@@ -2,10 +2,12 @@
 
 use std::collections::HashMap;
 
+use lapidary_model::kv_plan::sequence_pages;
 use lapidary_ops::{Group, KvRef, PAGE_TOKENS};
 
 use crate::error::{Error, Result};
 use crate::lane::Lane;
+use crate::runner::check_context;
 use crate::stepper::Stepper;
 
 /// What [`Stepper::slot_smoke`] looked at.
@@ -24,7 +26,7 @@ impl Stepper {
     /// sequence is untouched and shares no page with any slot.
     ///
     /// # Errors
-    /// `Zero`; the backend cannot hold the pools, and then the earlier slots are still there.
+    /// `Zero`, `TooLarge`; the backend cannot hold the pools. The earlier slots are still there then.
     pub fn alloc_slots(&mut self, n_slots: usize, slot_ctx: usize) -> Result<()> {
         if n_slots == 0 {
             return Err(Error::Zero { what: "n_slots" });
@@ -32,16 +34,20 @@ impl Stepper {
         if slot_ctx == 0 {
             return Err(Error::Zero { what: "slot_ctx" });
         }
+        check_context("slot_ctx", slot_ctx)?;
         let config = self.model().config.clone();
         let chunk = self.model().limits.rows;
-        let mut slots = Vec::with_capacity(n_slots);
+        let each = Group::ALL.map(|g| sequence_pages(&config, g, slot_ctx, chunk));
         let mut base = self.single.end();
+        // Too many slots saturate to a number of pages that `resize` refuses.
+        let end = [0, 1].map(|g| n_slots.saturating_mul(each[g]).saturating_add(base[g]));
+        self.runner.resize(end)?;
+        let mut slots = Vec::with_capacity(n_slots);
         for _ in 0..n_slots {
             let lane = Lane::new(&config, base, slot_ctx, chunk);
             base = lane.end();
             slots.push(lane);
         }
-        self.runner.resize(base)?;
         self.slots = slots;
         Ok(())
     }

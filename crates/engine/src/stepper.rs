@@ -200,22 +200,23 @@ impl Stepper {
     ) -> Result<()> {
         let checked = Checked::new(&self.model().config, prompt)?;
         let limits = self.model().limits;
-        let vocab = self.model().config.vocab;
         self.single.room(checked.lookup.len())?;
-        let mut values = Vec::new();
-        for chunk in checked.chunks(limits.rows.min(limits.head_rows))? {
-            let first = self.single.cursor();
-            let heads = chunk.clone();
-            let layers = 0..self.model().layers.len();
-            self.run_chunk(Seq::Single, &checked, chunk, heads.clone(), layers)?;
-            let act = self.model().acts.logits;
-            self.runner.backend().read(act, heads.len(), &mut values)?;
-            for (i, row) in values.chunks_exact(vocab).enumerate() {
-                logits(first + i, row);
+        let chunks = checked.chunks(limits.rows.min(limits.head_rows))?;
+        self.or_restore(Seq::Single, |s| {
+            let mut values = Vec::new();
+            for chunk in chunks {
+                let first = s.single.cursor();
+                let layers = 0..s.model().layers.len();
+                s.run_chunk(Seq::Single, &checked, chunk.clone(), chunk.clone(), layers)?;
+                let (act, vocab) = (s.model().acts.logits, s.model().config.vocab);
+                s.runner.backend().read(act, chunk.len(), &mut values)?;
+                for (i, row) in values.chunks_exact(vocab).enumerate() {
+                    logits(first + i, row);
+                }
+                captures(first, &s.outcome);
             }
-            captures(first, &self.outcome);
-        }
-        Ok(())
+            Ok(())
+        })
     }
 
     /// Feeds a whole prompt to a slot; otherwise as [`Stepper::prefill`].
@@ -287,6 +288,9 @@ impl Stepper {
             b.spans.push(RowSpan { first_row: row, rows: 1, tables });
             b.heads.push(row as i32);
         }
+        for &slot in slots {
+            self.slots[slot].touch(1);
+        }
         self.run_batch(0..self.model().layers.len())?;
         for (row, &position) in positions.iter().enumerate() {
             if self.outcome.argmax.get(row).is_none_or(|&t| t < 0) {
@@ -339,21 +343,36 @@ impl Stepper {
             Heads::All => limits.rows.min(limits.head_rows),
             Heads::None | Heads::Last => limits.rows,
         };
-        for chunk in checked.chunks(limit)? {
-            let head_rows = match heads {
-                Heads::None => chunk.end..chunk.end,
-                Heads::Last if chunk.end == len => len - 1..len,
-                Heads::Last => chunk.end..chunk.end,
-                Heads::All => chunk.clone(),
-            };
-            let first = self.lane(seq).cursor();
-            let at = |row: usize| first + row - chunk.start;
-            let heads = at(head_rows.start)..at(head_rows.end);
-            let positions = at(chunk.start)..at(chunk.end);
-            self.run_chunk(seq, &checked, chunk.clone(), head_rows, layers.clone())?;
-            sink(Chunk { positions, heads, outcome: &self.outcome })?;
-        }
-        Ok(())
+        let chunks = checked.chunks(limit)?;
+        self.or_restore(seq, |s| {
+            for chunk in chunks {
+                let head_rows = match heads {
+                    Heads::None => chunk.end..chunk.end,
+                    Heads::Last if chunk.end == len => len - 1..len,
+                    Heads::Last => chunk.end..chunk.end,
+                    Heads::All => chunk.clone(),
+                };
+                let first = s.lane(seq).cursor();
+                let at = |row: usize| first + row - chunk.start;
+                let heads = at(head_rows.start)..at(head_rows.end);
+                let positions = at(chunk.start)..at(chunk.end);
+                s.run_chunk(seq, &checked, chunk.clone(), head_rows, layers.clone())?;
+                sink(Chunk { positions, heads, outcome: &s.outcome })?;
+            }
+            Ok(())
+        })
+    }
+
+    /// Runs the batches of one prompt; when a later one fails, takes the earlier ones back. A prompt that was
+    /// so long that its beginning can't be gone back to leaves an empty sequence.
+    fn or_restore(&mut self, seq: Seq, run: impl FnOnce(&mut Stepper) -> Result<()>) -> Result<()> {
+        let start = self.lane(seq).cursor();
+        run(self).inspect_err(|_| {
+            let lane = self.lane_mut(seq);
+            if lane.rewind(start).is_err() {
+                lane.reset();
+            }
+        })
     }
 
     /// Runs rows `chunk` of a prompt at the lane's cursor and moves it on.
@@ -387,6 +406,7 @@ impl Stepper {
         b.spans.push(RowSpan { first_row: 0, rows, tables });
         b.heads.extend(heads.clone().map(|row| (row - chunk.start) as i32));
         self.batch = b;
+        self.lane_mut(seq).touch(rows);
         self.run_batch(layers)?;
         for (i, &token) in self.outcome.argmax.iter().enumerate() {
             if token < 0 {

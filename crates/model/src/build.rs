@@ -65,6 +65,7 @@ impl Model {
         options: &BuildOptions,
         progress: &mut dyn FnMut(Progress),
     ) -> Result<Model> {
+        backend.hold(&checkpoint.maps());
         let total = checkpoint.total_bytes() as usize;
         let mut b = Builder {
             config: &config,

@@ -1,7 +1,7 @@
 //! What a checkpoint says about its model, read once and validated.
 //!
 //! `Config` is the same whether it came from `config.json` ([`Config::from_json`]) or from GGUF metadata
-//! ([`Config::from_gguf`](crate::config_gguf)). Everything that the pass needs to know about a layer is
+//! ([`Config::from_checkpoint`] takes either). Everything that the pass needs to know about a layer is
 //! decided here, so that nothing later asks which variant it is running.
 
 use lapidary_ops::{Activation, Group};

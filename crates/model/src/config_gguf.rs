@@ -142,10 +142,12 @@ impl Keys<'_> {
 
 /// Rows of the embedding: the file's own shape counts, whatever a key may say.
 fn rows(checkpoint: &Checkpoint, role: Role) -> Result<usize> {
-    match checkpoint.stored(role) {
-        Some(stored) => Ok(stored.shape[0]),
-        None => Err(Error::Tensor { tensor: role.to_string(), problem: "missing".into() }),
-    }
+    let problem = match checkpoint.stored(role).map(|s| s.shape) {
+        Some(&[rows, _]) => return Ok(rows),
+        Some(shape) => format!("has shape {shape:?}, expected rows and columns"),
+        None => "missing".to_owned(),
+    };
+    Err(Error::Tensor { tensor: role.to_string(), problem })
 }
 
 fn gemma4(k: &Keys<'_>, checkpoint: &Checkpoint) -> Result<Config> {
@@ -158,7 +160,10 @@ fn gemma4(k: &Keys<'_>, checkpoint: &Checkpoint) -> Result<Config> {
     }
     let shared = k.count_or("attention.shared_kv_layers", 0)?;
     if shared >= count {
-        return Err(Error::config(k.name("attention.shared_kv_layers"), format!("{shared} of {count} layers")));
+        return Err(Error::config(
+            k.name("attention.shared_kv_layers"),
+            format!("{shared} of {count} layers"),
+        ));
     }
     let first = count - shared;
     let kv_heads = k.each("attention.head_count_kv", count)?;

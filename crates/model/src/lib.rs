@@ -8,6 +8,7 @@
 
 mod build;
 mod config;
+mod config_gguf;
 mod config_json;
 mod error;
 pub mod forward;

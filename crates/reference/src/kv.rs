@@ -39,21 +39,23 @@ impl KvStore {
                 return Err(unsupported(format!("keys and values of {} in blocks of 32", l.head_dim)));
             }
         }
-        let mut pools = std::mem::take(&mut self.pools);
-        for (group, pools) in plan.groups.iter().zip(&mut pools) {
+        // All memory is asked for before anything changes, so that a refusal leaves the pools as they were.
+        for (group, pools) in plan.groups.iter().zip(&mut self.pools) {
             pools.resize(group.layers.len(), Vec::new());
             for (shape, pool) in group.layers.iter().zip(pools) {
-                let len = group.pages * page_len(*shape);
-                let more = len.saturating_sub(pool.len());
+                let more = (group.pages * page_len(*shape)).saturating_sub(pool.len());
                 pool.try_reserve_exact(more).map_err(|_| Error::OutOfMemory {
                     what: "keys and values".into(),
                     needed: more.saturating_mul(4),
                     available: 0,
                 })?;
-                pool.resize(len, 0.0);
             }
         }
-        self.pools = pools;
+        for (group, pools) in plan.groups.iter().zip(&mut self.pools) {
+            for (shape, pool) in group.layers.iter().zip(pools) {
+                pool.resize(group.pages * page_len(*shape), 0.0);
+            }
+        }
         self.plan = Some(plan.clone());
         Ok(())
     }

@@ -154,6 +154,7 @@ impl Tokenizer {
         let by_name = |name: &str| literal_ids.get(name).or_else(|| vocab.get(name)).copied();
         let mut specials = SpecialIds::find(by_name);
         specials.bos = bos.or(specials.bos);
+        specials.unk = unk.as_ref().and_then(|unk| vocab.get(unk.as_str()).copied()).or(specials.unk);
         // The crate's cache is per thread and never freed; whole runs hardly repeat, so it is off.
         let mut builder = BPE::builder()
             .cache_capacity(0)

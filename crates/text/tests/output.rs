@@ -378,3 +378,36 @@ fn any_ids_in_any_order_are_survived() {
     let mut parser = OutputParser::new(&tokenizer, &[], options());
     assert!(parser.push(4096).is_err());
 }
+
+#[test]
+fn pebble_replies_come_apart_as_meant() {
+    let tokenizer = pebble();
+    let samples: Vec<Value> = serde_json::from_str(include_str!("pebble_prompts.json")).unwrap();
+    let replies: Vec<Run> = samples
+        .iter()
+        .filter(|sample| sample["reply_ids"].is_array())
+        .map(|sample| {
+            let list = |key: &str| -> Vec<u32> { serde_json::from_value(sample[key].clone()).unwrap() };
+            let tools = Tools::new(sample["tools"].as_array().map_or(&[][..], Vec::as_slice));
+            let mut parser =
+                OutputParser::new(&tokenizer, &list("prompt_ids"), OutputOptions { tools, ..options() });
+            let events: Vec<Event> =
+                list("reply_ids").iter().flat_map(|&id| parser.push(id).unwrap()).collect();
+            let mut reply = Reply::default();
+            reply.extend(events.clone());
+            Run {
+                reply,
+                finish: parser.finished().expect("the samples end by themselves"),
+                unparsed: 0,
+                events,
+            }
+        })
+        .collect();
+    let [capital, product, call, answer] = &replies[..] else { panic!("{} replies", replies.len()) };
+    assert_eq!(capital.reply.reasoning, "The user asks about Kenya. Its capital is Nairobi.");
+    assert_eq!(capital.reply.content, "The capital of Kenya is Nairobi.");
+    assert_eq!(product.reply.reasoning, "Multiply the numbers: 3 * 4 gives 12.");
+    assert_eq!((call.finish, arguments(call)), (Finish::ToolCalls, vec![json!({"city": "Oslo"})]));
+    assert_eq!((call.reply.calls[0].name.as_str(), call.reply.content.as_str()), ("get_weather", ""));
+    assert_eq!(answer.reply.content, "It is snowy in Oslo and the temperature is -3 degrees.");
+}

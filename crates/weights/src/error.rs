@@ -82,6 +82,10 @@ pub enum Error {
     #[error("tensor {tensor} in {} is not finite: element {index} is {found}", path.display())]
     NotFinite { path: PathBuf, tensor: String, index: usize, found: f32 },
 
+    /// What is wrong with a GGUF file.
+    #[error(transparent)]
+    Gguf(#[from] crate::gguf::GgufError),
+
     /// Recognised, and not something that this version runs.
     #[error("{}: {what} not yet supported; {remedy}", path.display())]
     NotSupported { path: PathBuf, what: String, remedy: String },

@@ -95,7 +95,13 @@ impl Layout {
 /// A source that isn't safetensors or is already quantised, a width that the format cannot have, or a file that cannot
 /// be written.
 pub fn export(source: &Checkpoint, folder: &Path, layout: Layout) -> Result<()> {
-    let ConfigSource::Json { config, .. } = source.config();
+    let ConfigSource::Json { config, .. } = source.config() else {
+        return Err(Error::NotSupported {
+            path: source.path().to_owned(),
+            what: "writing a GGUF checkpoint as safetensors is".to_owned(),
+            remedy: "write from the model's safetensors".to_owned(),
+        });
+    };
     let mut config = config.clone();
     if let Some(scheme) = layout.quantization_config() {
         config["quantization_config"] = scheme;

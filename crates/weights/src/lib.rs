@@ -12,10 +12,12 @@ mod checkpoint;
 mod error;
 pub mod export;
 pub mod gguf;
+mod map;
 pub mod names;
 mod quant;
 pub mod safetensors;
 
 pub use checkpoint::{Checkpoint, ConfigSource, FormatShare, Ignored, Kind, Stored, TextFiles};
 pub use error::{Error, Result};
+pub use map::FileMap;
 pub use names::{ExpertPart, LayerRole, Role};

@@ -1,6 +1,9 @@
 //! Models for the tests of this folder, on either backend.
 #![allow(dead_code, reason = "each test file uses its own part")]
 
+pub mod drive;
+pub mod spy;
+
 use std::path::Path;
 
 use lapidary_cpu::{Compute, CpuBackend, CpuOptions};
@@ -8,7 +11,7 @@ use lapidary_engine::{Runner, Stepper};
 use lapidary_model::{BuildOptions, Config, EmbedScale, Limits, Model};
 use lapidary_ops::{Backend, KvFormat};
 use lapidary_reference::ReferenceBackend;
-use lapidary_weights::{Checkpoint, ConfigSource};
+use lapidary_weights::Checkpoint;
 
 /// What the float32 tests run on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,20 +51,14 @@ impl Default for Setup {
     }
 }
 
-pub fn config(checkpoint: &Checkpoint) -> Config {
-    match checkpoint.config() {
-        ConfigSource::Json { config, .. } => Config::from_json(config).expect("config is read"),
-        other => panic!("unexpected config source {other:?}"),
-    }
-}
-
 pub fn stepper(folder: &Path, on: On, setup: Setup) -> Stepper {
     let checkpoint = Checkpoint::open(folder).expect("checkpoint opens");
     let mut backend = on.backend();
     let limits = Limits { rows: setup.rows, head_rows: setup.head_rows };
     let options = BuildOptions { limits, embed_scale: setup.scale };
-    let model = Model::build(config(&checkpoint), &checkpoint, backend.as_mut(), &options, &mut |_| {})
-        .expect("model builds");
+    let config = Config::from_checkpoint(&checkpoint).expect("config is read");
+    let model =
+        Model::build(config, &checkpoint, backend.as_mut(), &options, &mut |_| {}).expect("model builds");
     let runner = Runner::new(model, backend, [setup.kv; 2], setup.context).expect("pools fit");
     Stepper::new(runner, setup.context)
 }

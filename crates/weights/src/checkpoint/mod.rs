@@ -1,5 +1,6 @@
 //! A checkpoint: whatever files a path means, seen as roles.
 
+mod gguf_source;
 mod notes;
 mod open;
 mod safetensors_source;
@@ -10,16 +11,18 @@ pub use source::Stored;
 pub use text_files::TextFiles;
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use lapidary_formats::{Format, Scales, TensorView, decode_row};
 use serde_json::Value;
 
+use self::gguf_source::GgufSource;
 use self::open::{Found, find, read_json, read_json_if_there};
 use self::safetensors_source::SafetensorsSource;
 use self::source::Source;
 use crate::names::{ExpertPart, LayerRole, Modality, Role};
 use crate::quant::check_scheme;
-use crate::{Error, Result};
+use crate::{Error, FileMap, Result, gguf};
 
 /// An opened checkpoint. Files are mapped, headers checked, every text tensor sorted by [`Role`]; data is read when
 /// a view is taken or decoded.
@@ -53,6 +56,8 @@ pub enum ConfigSource {
         /// `generation_config.json`.
         generation: Option<Value>,
     },
+    /// The GGUF file itself, whose metadata also holds tokenizer and chat template.
+    Gguf(Arc<gguf::File>),
 }
 
 /// How much of a checkpoint one format takes.
@@ -115,12 +120,23 @@ impl Checkpoint {
                 let config = ConfigSource::Json { path: config_path, config, generation };
                 Ok(Checkpoint { path: path.to_owned(), config, text_files, source })
             }
-            Found::Gguf(file) => Err(Error::NotSupported {
-                path: file,
-                what: "GGUF files are".to_owned(),
-                remedy: "use the safetensors form of the model".to_owned(),
-            }),
+            Found::Gguf(file) => Checkpoint::from_gguf(path.to_owned(), gguf::File::open(file)?),
         }
+    }
+
+    /// Opens a GGUF file that is part of the program, with the checks of [`Checkpoint::open`]. `name` stands for its
+    /// path. A backend that reads matrices in place needs bytes aligned as `general.alignment` says.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::open`].
+    pub fn from_gguf_bytes(name: &str, bytes: &'static [u8]) -> Result<Checkpoint> {
+        Checkpoint::from_gguf(name.into(), gguf::File::from_static(name, bytes)?)
+    }
+
+    fn from_gguf(path: PathBuf, file: gguf::File) -> Result<Checkpoint> {
+        let file = Arc::new(file);
+        let source = Box::new(GgufSource::new(file.clone())?);
+        Ok(Checkpoint { path, config: ConfigSource::Gguf(file), text_files: TextFiles::default(), source })
     }
 
     /// The path that was opened.
@@ -146,6 +162,12 @@ impl Checkpoint {
     /// The files that hold tensors.
     pub fn files(&self) -> Vec<&Path> {
         self.source.files()
+    }
+
+    /// The bytes of those files, which every view points into. Whoever holds a clone may keep pointing into it after
+    /// the checkpoint is gone.
+    pub fn maps(&self) -> Vec<FileMap> {
+        self.source.maps()
     }
 
     /// The length of those files.
@@ -275,8 +297,7 @@ impl Checkpoint {
         if e as usize >= experts {
             return Ok(None);
         }
-        let stack = self.source.view(role)?;
-        let slab = stack.slice_rows(e as usize * rows, rows);
+        let slab = self.source.slab(role, e as usize, rows)?;
         let mut view = match half {
             None => slab,
             Some(half) => slab.slice_rows(half * (rows / 2), rows / 2),

@@ -71,14 +71,20 @@ pub(super) fn find(path: &Path) -> Result<Found> {
 fn find_in_folder(folder: &Path) -> Result<Found> {
     let io = |source| Error::Io { path: folder.to_owned(), source };
     refuse_adapter(folder)?;
-    let (mut safetensors, mut gguf) = (Vec::new(), Vec::new());
+    let (mut safetensors, mut gguf, mut later_part) = (Vec::new(), Vec::new(), None);
     for entry in std::fs::read_dir(folder).map_err(io)? {
         let path = entry.map_err(io)?.path();
         match extension(&path) {
             Some("safetensors") => safetensors.push(path),
-            Some("gguf") if !is_projector(&path) && !is_later_part(&path) => gguf.push(path),
+            Some("gguf") if is_projector(&path) => {}
+            Some("gguf") if is_later_part(&path) => later_part = Some(path),
+            Some("gguf") => gguf.push(path),
             _ => {}
         }
+    }
+    // Without its first part a split set is still what the folder holds; opening it names the part that is missing.
+    if gguf.is_empty() {
+        gguf.extend(later_part);
     }
     let (single, index) = (folder.join("model.safetensors"), folder.join(INDEX_FILE));
     let weights = if single.is_file() {

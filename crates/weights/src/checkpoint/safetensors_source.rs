@@ -12,7 +12,7 @@ use super::{Ignored, Kind};
 use crate::names::{Class, ExpertPart, LayerRole, Role, classify_safetensors};
 use crate::quant::{Matrix, Parts};
 use crate::safetensors::{Shards, TensorId};
-use crate::{Error, Result};
+use crate::{Error, FileMap, Result};
 
 /// The text tensors of a safetensors checkpoint.
 #[derive(Debug)]
@@ -129,6 +129,10 @@ impl Source for SafetensorsSource {
 
     fn files(&self) -> Vec<&Path> {
         self.shards.files().iter().map(|f| f.path()).collect()
+    }
+
+    fn maps(&self) -> Vec<FileMap> {
+        self.shards.files().iter().map(|f| f.map()).collect()
     }
 
     fn total_bytes(&self) -> u64 {

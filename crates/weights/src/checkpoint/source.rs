@@ -6,12 +6,13 @@ use lapidary_formats::{Format, TensorView};
 
 use super::{Ignored, Kind};
 use crate::names::Role;
-use crate::{Error, Result};
+use crate::{Error, FileMap, Result};
 
 /// The text tensors of a checkpoint by role, from one kind of file.
 pub(super) trait Source: std::fmt::Debug + Send + Sync {
     fn kind(&self) -> Kind;
     fn files(&self) -> Vec<&Path>;
+    fn maps(&self) -> Vec<FileMap>;
     fn total_bytes(&self) -> u64;
     fn ignored(&self) -> Ignored;
     /// In the order of [`Role`], so that experts of a layer are neighbours.
@@ -19,6 +20,10 @@ pub(super) trait Source: std::fmt::Debug + Send + Sync {
     fn stored(&self, role: Role) -> Option<Stored<'_>>;
     /// The view of a role that is stored, with leading lengths flattened into rows.
     fn view(&self, role: Role) -> Result<TensorView<'_>>;
+    /// Matrix `index` of a stack whose matrices have `rows` rows each.
+    fn slab(&self, role: Role, index: usize, rows: usize) -> Result<TensorView<'_>> {
+        Ok(self.view(role)?.slice_rows(index * rows, rows))
+    }
     /// What a user should hear of.
     fn notes(&self) -> Vec<String>;
 }

@@ -302,7 +302,7 @@ pub enum GgufError {
 }
 
 impl GgufError {
-    pub(super) fn in_file(self, path: impl Into<PathBuf>) -> GgufError {
+    pub(crate) fn in_file(self, path: impl Into<PathBuf>) -> GgufError {
         match self {
             GgufError::InFile { .. } => self,
             source => GgufError::InFile { path: path.into(), source: Box::new(source) },

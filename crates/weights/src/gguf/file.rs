@@ -4,10 +4,10 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 use lapidary_formats::TensorView;
-use memmap2::Mmap;
 
 use super::split::{self, ShardName};
 use super::{GgufError, Header, Metadata, Result, TensorInfo};
+use crate::map::{FileMap, Mapped};
 
 /// Mapped files with their headers. Opening reads the headers only; tensor data is read when views are used.
 #[derive(Debug)]
@@ -20,7 +20,7 @@ pub struct File {
 #[derive(Debug)]
 struct Shard {
     path: PathBuf,
-    map: Mmap,
+    map: Mapped,
     header: Header,
 }
 
@@ -47,6 +47,19 @@ impl File {
         }
         split::check_total(shards.iter().map(|s| (s.path.as_path(), &s.header)))?;
         File::index(shards)
+    }
+
+    /// A file that is part of the program, checked like any other. `name` stands for its path in messages.
+    ///
+    /// # Errors
+    /// As [`File::open`]; [`GgufError::SplitName`] for one file of several.
+    pub fn from_static(name: impl AsRef<Path>, bytes: &'static [u8]) -> Result<File> {
+        let name = name.as_ref();
+        let shard = Shard::parse(name, Mapped::from_static(bytes))?;
+        match split::shard_of(name, &shard.header).map_err(|e| e.in_file(name))? {
+            None => File::index(vec![shard]),
+            Some(ShardName { count, .. }) => Err(GgufError::SplitName { count }.in_file(name)),
+        }
     }
 
     fn index(shards: Vec<Shard>) -> Result<File> {
@@ -80,6 +93,16 @@ impl File {
     /// Bytes of all files together.
     pub fn file_bytes(&self) -> u64 {
         self.shards.iter().map(|shard| shard.map.len() as u64).sum()
+    }
+
+    /// The maps of the files, in order.
+    pub fn maps(&self) -> impl ExactSizeIterator<Item = FileMap> {
+        self.shards.iter().map(|shard| shard.map.share())
+    }
+
+    /// The file that holds a tensor.
+    pub fn path_of(&self, name: &str) -> Option<&Path> {
+        self.index.get(name).map(|&(s, _)| self.shards[s].path.as_path())
     }
 
     /// All tensors in file order.
@@ -150,20 +173,14 @@ fn open_sibling(name: &ShardName, number: u32) -> Result<Shard> {
 
 impl Shard {
     fn open(path: &Path) -> Result<Shard> {
+        let map = Mapped::open(path).map_err(|e| GgufError::from(e).in_file(path))?;
+        Shard::parse(path, map)
+    }
+
+    fn parse(path: &Path, map: Mapped) -> Result<Shard> {
         let in_file = |e: GgufError| e.in_file(path);
-        let map = map(path).map_err(|e| in_file(e.into()))?;
         let mut header = Header::parse(&map, map.len() as u64).map_err(in_file)?;
         header.metadata.path = path.into();
         Ok(Shard { path: path.into(), map, header })
     }
-}
-
-fn map(path: &Path) -> std::io::Result<Mmap> {
-    let file = std::fs::File::open(path)?;
-    if file.metadata()?.is_dir() {
-        return Err(std::io::ErrorKind::IsADirectory.into());
-    }
-    // SAFETY: the mapping is private and read-only, and `Mmap` keeps it alive for as long as it is borrowed. That no
-    // other process shortens or rewrites the file meanwhile can't be enforced; `File::open` documents it.
-    unsafe { Mmap::map(&file) }
 }

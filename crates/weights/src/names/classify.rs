@@ -37,7 +37,7 @@ pub enum Slot {
     Weight,
     /// `.weight_packed`: codes narrower than a byte.
     Packed,
-    /// `.weight_scale`: scales of rows, blocks or the tensor.
+    /// `.weight_scale`: scales of rows, blocks or the tensor. GGUF's `.scale`: one number for a matrix.
     Scale,
     /// `.weight_global_scale`: a divisor (compressed-tensors).
     GlobalScale,
@@ -170,14 +170,27 @@ pub fn classify_gguf(name: &str) -> Class {
             return Class::Other(modality);
         }
     }
-    let role = match name.strip_prefix("blk.") {
-        Some(rest) => rest.split_once('.').and_then(|(layer, local)| {
-            let spelled = LAYER_TABLE.iter().find(|s| s.gguf == Some(local))?;
-            Some(Role::Layer(number(layer)?, spelled.role))
-        }),
-        None => MODEL_TABLE.iter().find(|s| s.gguf == Some(name)).map(|s| s.role),
+    if let Some(role) = gguf_role(name) {
+        return Class::Text(role, Slot::Weight);
+    }
+    // What stands beside a matrix bears its name. Roles come first: the router's scale and the experts' own end in
+    // `.scale` too.
+    for (suffix, slot) in [(".scale", Slot::Scale), (".input_scale", Slot::InputScale)] {
+        let matrix = name.strip_suffix(suffix).and_then(|stem| gguf_role(&format!("{stem}.weight")));
+        if let Some(role) = matrix {
+            return Class::Text(role, slot);
+        }
+    }
+    Class::Unknown
+}
+
+fn gguf_role(name: &str) -> Option<Role> {
+    let Some(rest) = name.strip_prefix("blk.") else {
+        return MODEL_TABLE.iter().find(|s| s.gguf == Some(name)).map(|s| s.role);
     };
-    role.map_or(Class::Unknown, |role| Class::Text(role, Slot::Weight))
+    let (layer, local) = rest.split_once('.')?;
+    let spelled = LAYER_TABLE.iter().find(|s| s.gguf == Some(local))?;
+    Some(Role::Layer(number(layer)?, spelled.role))
 }
 
 /// A decimal number as writers print it: no sign, no leading zero, so that each number has one spelling.
@@ -245,6 +258,12 @@ mod tests {
             ("mm.input_projection.weight", Class::Other(Modality::Projector)),
             ("blk.0.attn_q.weight.lora_a", Class::Adapter),
             ("rope_freqs.weight", Class::Text(Role::RopeFreqs, Slot::Weight)),
+            ("blk.3.ffn_down.scale", layer(3, LayerRole::Down, Slot::Scale)),
+            ("blk.3.ffn_gate_up_exps.scale", layer(3, LayerRole::ExpertsGateUp, Slot::Scale)),
+            ("blk.3.attn_q.input_scale", layer(3, LayerRole::QProj, Slot::InputScale)),
+            ("blk.3.ffn_down_exps.scale", layer(3, LayerRole::PerExpertScale, Slot::Weight)),
+            ("blk.3.ffn_gate_inp.scale", layer(3, LayerRole::RouterScale, Slot::Weight)),
+            ("output.scale", Class::Text(Role::Head, Slot::Scale)),
         ] {
             assert_eq!(classify_gguf(name), class, "{name}");
         }
@@ -272,9 +291,15 @@ mod tests {
         ] {
             assert_eq!(classify_safetensors(name), Class::Unknown, "{name}");
         }
-        for name in
-            ["blk.0.attn_q.bias", "blk.0.altup.weight", "blk.x.attn_q.weight", "blk.0", "other.weight"]
-        {
+        for name in [
+            "blk.0.attn_q.bias",
+            "blk.0.attn_qk.scale",
+            "blk.0.attn_q.weight.scale",
+            "blk.0.altup.weight",
+            "blk.x.attn_q.weight",
+            "blk.0",
+            "other.weight",
+        ] {
             assert_eq!(classify_gguf(name), Class::Unknown, "{name}");
         }
     }

@@ -3,16 +3,15 @@
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-use memmap2::Mmap;
-
 use super::{Entry, Header};
+use crate::map::{FileMap, Mapped};
 use crate::{Error, Result};
 
 /// A safetensors file: its header in memory, its data mapped.
 #[derive(Debug)]
 pub struct File {
     path: PathBuf,
-    map: Mmap,
+    map: Mapped,
     header: Header,
     by_name: HashMap<String, usize>,
 }
@@ -37,6 +36,11 @@ impl File {
     /// Length of the file in bytes.
     pub fn len(&self) -> u64 {
         self.map.len() as u64
+    }
+
+    /// The map of the whole file.
+    pub fn map(&self) -> FileMap {
+        self.map.share()
     }
 
     /// Whether the file holds no tensor.
@@ -66,21 +70,12 @@ impl File {
     }
 }
 
-/// Maps a file for reading; an empty file, which cannot be mapped, is reported as truncated.
-fn map(path: &Path) -> Result<Mmap> {
-    let io = |source| Error::Io { path: path.to_owned(), source };
-    let file = std::fs::File::open(path).map_err(io)?;
-    let found = file.metadata().map_err(io)?.len();
-    if found == 0 {
-        return Err(Error::Truncated {
-            path: path.to_owned(),
-            what: "the header length".to_owned(),
-            needed: 8,
-            found,
-        });
+/// Maps a file; one that is empty is reported as truncated.
+fn map(path: &Path) -> Result<Mapped> {
+    let map = Mapped::open(path).map_err(|source| Error::Io { path: path.to_owned(), source })?;
+    if map.is_empty() {
+        let what = "the header length".to_owned();
+        return Err(Error::Truncated { path: path.to_owned(), what, needed: 8, found: 0 });
     }
-    // SAFETY: the map is read-only and lives as long as the views into it. Another process that shortens the
-    // file meanwhile can still fault us; checkpoints are written once, and copying 60 GB to exclude that is no
-    // trade a user would make.
-    unsafe { Mmap::map(&file) }.map_err(io)
+    Ok(map)
 }

@@ -1,0 +1,313 @@
+//! A backend that passes everything on to another and can be told to change it on the way: a vector at load,
+//! a verb of a pass, a batch. Tests step into known mistakes with it.
+
+use std::fmt;
+use std::path::Path;
+use std::sync::{Arc, Mutex, OnceLock};
+
+use lapidary_engine::{Runner, Stepper};
+use lapidary_model::{BuildOptions, Config, Limits, Model};
+use lapidary_ops::{
+    Act, ActSpec, Activation, AttnSpec, Backend, Batch, BatchShape, DeviceReport, ExpertSpec, Gain, KvPlan,
+    KvRef, Mat, MemoryUse, Norm, Ops, Outcome, PerLayerSpec, Phase, QkvSpec, Result, RouteSpec, TapPoint,
+    TensorView,
+};
+use lapidary_weights::Checkpoint;
+
+use super::{On, Setup};
+
+/// One primitive verb with its arguments. Fused verbs arrive as the primitives that they stand for.
+#[derive(Clone, Copy, Debug)]
+pub enum Verb<'a> {
+    Embed(Act, Mat, f32),
+    InjectSoft(Act),
+    RopeTable(Act, Gain),
+    RmsNorm(Act, Act, Norm),
+    Cast(Act, Act),
+    Linear(Act, Act, Mat),
+    Geglu(Act, Act, Activation),
+    Add(Act, Act),
+    Scale(Act, f32),
+    QkvFinish(Act, QkvSpec),
+    Attention(Act, Act, AttnSpec),
+    Route(Act, Act, RouteSpec),
+    Experts(Act, Act, Act, ExpertSpec),
+    PerLayerInputs(Act, Act, PerLayerSpec),
+    PerLayerGate(Act, Act, Act, usize, Activation),
+    KeepRows(&'a [Act]),
+    Logits(Act, Act, Mat, Option<f32>),
+    Argmax(Act),
+    Tap(TapPoint, Act),
+}
+
+impl Verb<'_> {
+    pub fn run(self, s: &mut dyn Ops) {
+        match self {
+            Verb::Embed(out, table, scale) => s.embed(out, table, scale),
+            Verb::InjectSoft(out) => s.inject_soft(out),
+            Verb::RopeTable(out, freq) => s.rope_table(out, freq),
+            Verb::RmsNorm(out, x, norm) => s.rms_norm(out, x, norm),
+            Verb::Cast(out, x) => s.cast(out, x),
+            Verb::Linear(out, x, w) => s.linear(out, x, w),
+            Verb::Geglu(out, x, f) => s.geglu(out, x, f),
+            Verb::Add(x, y) => s.add(x, y),
+            Verb::Scale(x, by) => s.scale(x, by),
+            Verb::QkvFinish(qkv, spec) => s.qkv_finish(qkv, &spec),
+            Verb::Attention(out, q, spec) => s.attention(out, q, &spec),
+            Verb::Route(out, x, spec) => s.route(out, x, &spec),
+            Verb::Experts(out, x, routes, spec) => s.experts(out, x, routes, &spec),
+            Verb::PerLayerInputs(out, x, spec) => s.per_layer_inputs(out, x, &spec),
+            Verb::PerLayerGate(out, g, i, l, f) => s.per_layer_gate(out, g, i, l, f),
+            Verb::KeepRows(acts) => s.keep_rows(acts),
+            Verb::Logits(out, x, head, cap) => s.logits(out, x, head, cap),
+            Verb::Argmax(x) => s.argmax(x),
+            Verb::Tap(point, x) => s.tap(point, x),
+        }
+    }
+}
+
+type OnConfig = dyn Fn(&mut Config) + Send + Sync;
+type OnModel = dyn Fn(&mut Model) + Send + Sync;
+type OnVerb = dyn Fn(&Model, Verb<'_>, &mut dyn Ops) + Send + Sync;
+type OnVector = dyn Fn(&str, &mut Vec<f32>) + Send + Sync;
+type OnPack = dyn Fn(&mut Vec<TensorView<'_>>) + Send + Sync;
+type OnBatch = dyn Fn(&Model, &mut Batch) + Send + Sync;
+type AfterRun = dyn Fn(&Model, &Batch, &mut dyn Backend) + Send + Sync;
+
+/// What is changed on the way; everything that is absent passes as it is.
+#[derive(Clone, Default)]
+pub struct Hooks {
+    pub config: Option<Arc<OnConfig>>,
+    pub model: Option<Arc<OnModel>>,
+    pub verb: Option<Arc<OnVerb>>,
+    pub vector: Option<Arc<OnVector>>,
+    pub pack: Option<Arc<OnPack>>,
+    pub batch: Option<Arc<OnBatch>>,
+    pub after: Option<Arc<AfterRun>>,
+    built: Arc<OnceLock<Model>>,
+    /// The verbs that ran, on any worker, in the order of their first appearance since the last look.
+    seen: Arc<Mutex<Vec<&'static str>>>,
+}
+
+impl fmt::Debug for Hooks {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Hooks")
+    }
+}
+
+impl Hooks {
+    pub fn config(f: impl Fn(&mut Config) + Send + Sync + 'static) -> Hooks {
+        Hooks { config: Some(Arc::new(f)), ..Hooks::default() }
+    }
+    pub fn model(f: impl Fn(&mut Model) + Send + Sync + 'static) -> Hooks {
+        Hooks { model: Some(Arc::new(f)), ..Hooks::default() }
+    }
+    pub fn verb(f: impl Fn(&Model, Verb<'_>, &mut dyn Ops) + Send + Sync + 'static) -> Hooks {
+        Hooks { verb: Some(Arc::new(f)), ..Hooks::default() }
+    }
+    pub fn vector(f: impl Fn(&str, &mut Vec<f32>) + Send + Sync + 'static) -> Hooks {
+        Hooks { vector: Some(Arc::new(f)), ..Hooks::default() }
+    }
+    pub fn pack(f: impl Fn(&mut Vec<TensorView<'_>>) + Send + Sync + 'static) -> Hooks {
+        Hooks { pack: Some(Arc::new(f)), ..Hooks::default() }
+    }
+    pub fn batch(f: impl Fn(&Model, &mut Batch) + Send + Sync + 'static) -> Hooks {
+        Hooks { batch: Some(Arc::new(f)), ..Hooks::default() }
+    }
+    pub fn after(f: impl Fn(&Model, &Batch, &mut dyn Backend) + Send + Sync + 'static) -> Hooks {
+        Hooks { after: Some(Arc::new(f)), ..Hooks::default() }
+    }
+
+    /// The verbs since the last call.
+    pub fn take_seen(&self) -> Vec<&'static str> {
+        std::mem::take(&mut self.seen.lock().expect("no test thread panicked"))
+    }
+
+    fn note(&self, verb: &'static str) {
+        let mut seen = self.seen.lock().expect("no test thread panicked");
+        if !seen.contains(&verb) {
+            seen.push(verb);
+        }
+    }
+}
+
+/// A stepper whose backend is hooked.
+pub fn hooked(folder: &Path, on: On, setup: Setup, hooks: &Hooks) -> Stepper {
+    let checkpoint = Checkpoint::open(folder).expect("checkpoint opens");
+    let mut config = super::config(&checkpoint);
+    if let Some(change) = &hooks.config {
+        change(&mut config);
+    }
+    let mut backend: Box<dyn Backend> =
+        Box::new(Spy { inner: on.backend(), hooks: hooks.clone(), batch: Batch::default() });
+    let limits = Limits { rows: setup.rows, head_rows: setup.head_rows };
+    let options = BuildOptions { limits, embed_scale: setup.scale };
+    let mut model =
+        Model::build(config, &checkpoint, backend.as_mut(), &options, &mut |_| {}).expect("model builds");
+    if let Some(change) = &hooks.model {
+        change(&mut model);
+    }
+    assert!(hooks.built.set(model.clone()).is_ok(), "hooks serve one model");
+    let runner = Runner::new(model, backend, [setup.kv; 2], setup.context).expect("pools fit");
+    Stepper::new(runner, setup.context)
+}
+
+#[derive(Debug)]
+struct Spy {
+    inner: Box<dyn Backend>,
+    hooks: Hooks,
+    batch: Batch,
+}
+
+impl Backend for Spy {
+    fn report(&self) -> DeviceReport {
+        self.inner.report()
+    }
+    fn pack(&mut self, parts: &[TensorView<'_>], group_rows: usize) -> Result<Mat> {
+        let mut parts = parts.to_vec();
+        if let Some(change) = &self.hooks.pack {
+            change(&mut parts);
+        }
+        self.inner.pack(&parts, group_rows)
+    }
+    fn pack_rows(&mut self, part: &TensorView<'_>) -> Result<Mat> {
+        self.inner.pack_rows(part)
+    }
+    fn vector(&mut self, name: &str, values: &[f32]) -> Result<Gain> {
+        let mut values = values.to_vec();
+        if let Some(change) = &self.hooks.vector {
+            change(name, &mut values);
+        }
+        self.inner.vector(name, &values)
+    }
+    fn activation(&mut self, spec: ActSpec) -> Result<Act> {
+        self.inner.activation(spec)
+    }
+    fn kv(&mut self, plan: &KvPlan) -> Result<()> {
+        self.inner.kv(plan)
+    }
+    fn upload(&mut self, batch: &Batch) -> Result<()> {
+        self.batch = batch.clone();
+        if let (Some(change), Some(model)) = (&self.hooks.batch, self.hooks.built.get()) {
+            change(model, &mut self.batch);
+        }
+        self.inner.upload(&self.batch)
+    }
+    fn run(&mut self, shape: &BatchShape, program: &(dyn Fn(&mut dyn Ops) + Sync)) -> Result<()> {
+        let hooks = &self.hooks;
+        self.inner.run(shape, &|s| program(&mut SpyOps { s, hooks }))?;
+        if let (Some(after), Some(model)) = (&self.hooks.after, self.hooks.built.get()) {
+            after(model, &self.batch, self.inner.as_mut());
+        }
+        Ok(())
+    }
+    fn collect(&mut self) -> Result<Outcome> {
+        self.inner.collect()
+    }
+    fn read(&mut self, act: Act, rows: usize, out: &mut Vec<f32>) -> Result<()> {
+        self.inner.read(act, rows, out)
+    }
+    fn kv_store(&mut self, cache: KvRef, page: usize, place: usize, k: &[f32], v: &[f32]) -> Result<()> {
+        self.inner.kv_store(cache, page, place, k, v)
+    }
+    fn kv_load(
+        &mut self,
+        cache: KvRef,
+        page: usize,
+        place: usize,
+        k: &mut [f32],
+        v: &mut [f32],
+    ) -> Result<()> {
+        self.inner.kv_load(cache, page, place, k, v)
+    }
+    fn memory(&self) -> MemoryUse {
+        self.inner.memory()
+    }
+}
+
+struct SpyOps<'a> {
+    s: &'a mut dyn Ops,
+    hooks: &'a Hooks,
+}
+
+impl SpyOps<'_> {
+    fn pass(&mut self, name: &'static str, verb: Verb<'_>) {
+        self.hooks.note(name);
+        match (&self.hooks.verb, self.hooks.built.get()) {
+            (Some(change), Some(model)) => change(model, verb, self.s),
+            _ => verb.run(self.s),
+        }
+    }
+}
+
+impl Ops for SpyOps<'_> {
+    fn embed(&mut self, out: Act, table: Mat, scale: f32) {
+        self.pass("embed", Verb::Embed(out, table, scale));
+    }
+    fn inject_soft(&mut self, out: Act) {
+        self.pass("inject_soft", Verb::InjectSoft(out));
+    }
+    fn rope_table(&mut self, out: Act, freq: Gain) {
+        self.pass("rope_table", Verb::RopeTable(out, freq));
+    }
+    fn rms_norm(&mut self, out: Act, x: Act, norm: Norm) {
+        self.pass("rms_norm", Verb::RmsNorm(out, x, norm));
+    }
+    fn cast(&mut self, out: Act, x: Act) {
+        self.pass("cast", Verb::Cast(out, x));
+    }
+    fn linear(&mut self, out: Act, x: Act, w: Mat) {
+        self.pass("linear", Verb::Linear(out, x, w));
+    }
+    fn geglu(&mut self, out: Act, gate_up: Act, f: Activation) {
+        self.pass("geglu", Verb::Geglu(out, gate_up, f));
+    }
+    fn add(&mut self, x: Act, y: Act) {
+        self.pass("add", Verb::Add(x, y));
+    }
+    fn scale(&mut self, x: Act, by: f32) {
+        self.pass("scale", Verb::Scale(x, by));
+    }
+    fn qkv_finish(&mut self, qkv: Act, spec: &QkvSpec) {
+        self.pass("qkv_finish", Verb::QkvFinish(qkv, *spec));
+    }
+    fn attention(&mut self, out: Act, qkv: Act, spec: &AttnSpec) {
+        self.pass("attention", Verb::Attention(out, qkv, *spec));
+    }
+    fn route(&mut self, out: Act, logits: Act, spec: &RouteSpec) {
+        self.pass("route", Verb::Route(out, logits, *spec));
+    }
+    fn experts(&mut self, out: Act, x: Act, routes: Act, spec: &ExpertSpec) {
+        self.pass("experts", Verb::Experts(out, x, routes, *spec));
+    }
+    fn per_layer_inputs(&mut self, out: Act, context: Act, spec: &PerLayerSpec) {
+        self.pass("per_layer_inputs", Verb::PerLayerInputs(out, context, *spec));
+    }
+    fn per_layer_gate(&mut self, out: Act, gate: Act, inputs: Act, layer: usize, f: Activation) {
+        self.pass("per_layer_gate", Verb::PerLayerGate(out, gate, inputs, layer, f));
+    }
+    fn keep_rows(&mut self, acts: &[Act]) {
+        self.pass("keep_rows", Verb::KeepRows(acts));
+    }
+    fn logits(&mut self, out: Act, x: Act, head: Mat, softcap: Option<f32>) {
+        self.pass("logits", Verb::Logits(out, x, head, softcap));
+    }
+    fn argmax(&mut self, logits: Act) {
+        self.pass("argmax", Verb::Argmax(logits));
+    }
+    fn tap(&mut self, point: TapPoint, x: Act) {
+        self.pass("tap", Verb::Tap(point, x));
+    }
+    fn fork(&mut self) {
+        self.s.fork();
+    }
+    fn resume(&mut self) {
+        self.s.resume();
+    }
+    fn join(&mut self) {
+        self.s.join();
+    }
+    fn mark(&mut self, phase: Phase) {
+        self.s.mark(phase);
+    }
+}

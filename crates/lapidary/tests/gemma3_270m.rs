@@ -1,0 +1,90 @@
+//! A real model file, Gemma 3 270M in Q4_K_M, against stored values of the published implementation in float32.
+//!
+//! The file (250 MB) is not part of the project: the test runs where `LAPIDARY_GEMMA3_GGUF` says where it is.
+
+mod common;
+
+use common::{On, Setup, stepper};
+use lapidary_engine::{Prompt, Stepper};
+use lapidary_model::EmbedScale;
+use lapidary_ops::KvFormat;
+use serde_json::Value;
+
+/// Logits are of size 20 and float32 sums of 640 products; orders of summing differ by about 2e-5 in them, and the
+/// stored values are rounded to 1e-6.
+const LOGIT_TOLERANCE: f64 = 1e-3;
+
+fn golden() -> Value {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/goldens/gemma3_270m_q4_k_m.json");
+    serde_json::from_slice(&std::fs::read(path).expect("the golden is part of the project")).expect("JSON")
+}
+
+fn ids(list: &Value) -> Vec<u32> {
+    list.as_array().expect("a list").iter().map(|v| v.as_u64().expect("an id") as u32).collect()
+}
+
+/// The logits after each token.
+fn all_logits(stepper: &mut Stepper, ids: &[u32]) -> Vec<Vec<f32>> {
+    let mut rows = Vec::new();
+    stepper.reset();
+    stepper
+        .score(&Prompt::from(ids), &mut |_, row| rows.push(row.to_vec()), &mut |_, _| {})
+        .expect("the prompt runs");
+    assert!(rows.iter().flatten().all(|v| v.is_finite()));
+    rows
+}
+
+#[test]
+fn logits_and_greedy_text_are_those_of_the_published_implementation() {
+    let Some(path) = std::env::var_os("LAPIDARY_GEMMA3_GGUF") else {
+        println!("skipped: LAPIDARY_GEMMA3_GGUF does not say where gemma-3-270m-q4_k_m.gguf is");
+        return;
+    };
+    let golden = golden();
+    let (prompt, expected) = (ids(&golden["prompt_ids"]), &golden["f32_reference"]);
+    let setup = Setup { rows: 64, head_rows: 64, context: 64, scale: EmbedScale::F32, kv: KvFormat::F32 };
+    let mut stepper = stepper(path.as_ref(), On::Cpu { threads: 2 }, setup);
+
+    let logits = all_logits(&mut stepper, &prompt).pop().expect("the prompt has tokens");
+    let first = &expected["first_logits"];
+    let listed = first["top10"].as_array().expect("a list").iter();
+    let listed =
+        listed.map(|e| (e["id"].as_u64().expect("an id") as usize, e["logit"].as_f64().expect("a logit")));
+    let at = first["at"].as_object().expect("logits by id").iter();
+    let at = at.map(|(id, logit)| (id.parse().expect("an id"), logit.as_f64().expect("a logit")));
+    let (mut worst, mut count) = (0f64, 0);
+    for (id, expected) in listed.chain(at) {
+        let off = (f64::from(logits[id]) - expected).abs();
+        assert!(off <= LOGIT_TOLERANCE, "logit of {id} is {}, expected {expected}", logits[id]);
+        (worst, count) = (worst.max(off), count + 1);
+    }
+    let n = logits.len() as f64;
+    let mean = logits.iter().map(|&v| f64::from(v)).sum::<f64>() / n;
+    let rms = (logits.iter().map(|&v| f64::from(v).powi(2)).sum::<f64>() / n).sqrt();
+    for (name, found) in [("mean", mean), ("rms", rms)] {
+        let expected = first[name].as_f64().expect("a number");
+        assert!((found - expected).abs() <= LOGIT_TOLERANCE, "{name} is {found}, expected {expected}");
+    }
+    println!("{count} first logits, furthest off by {worst:.2e}; mean {mean:.6}, rms {rms:.6}");
+
+    let greedy = ids(&expected["greedy_ids"]);
+    stepper.reset();
+    let mut found = vec![stepper.prefill_prompt(&Prompt::from(&prompt[..])).expect("prefill")];
+    while found.len() < greedy.len() {
+        let token = *found.last().expect("there is one");
+        found.push(stepper.decode_step(token, stepper.cursor()).expect("step"));
+    }
+    assert_eq!(found, greedy);
+
+    let whole = [&prompt[..], &greedy[..greedy.len() - 1]].concat();
+    let rows = all_logits(&mut stepper, &whole);
+    let mut worst = 0f64;
+    for (i, expected) in expected["greedy_logits"].as_array().expect("a list").iter().enumerate() {
+        let (expected, found) =
+            (expected.as_f64().expect("a logit"), rows[prompt.len() - 1 + i][greedy[i] as usize]);
+        let off = (f64::from(found) - expected).abs();
+        assert!(off <= LOGIT_TOLERANCE, "step {i}: logit {found}, expected {expected}");
+        worst = worst.max(off);
+    }
+    println!("{} greedy tokens equal, their logits furthest off by {worst:.2e}", greedy.len());
+}
