@@ -66,7 +66,8 @@ fn one_line(text: &str) -> String {
     text.replace(['\n', '\r'], " ")
 }
 
-fn broken_pipe(error: &anyhow::Error) -> bool {
+/// Whether the reader of stdout is gone.
+pub fn broken_pipe(error: &anyhow::Error) -> bool {
     let io = error.chain().find_map(|e| e.downcast_ref::<io::Error>());
     io.is_some_and(|e| e.kind() == io::ErrorKind::BrokenPipe)
 }
