@@ -7,6 +7,8 @@
 
 mod answer;
 pub mod bandwidth;
+#[cfg(feature = "pebble")]
+mod builtin;
 pub mod capture;
 pub mod check;
 pub mod convert;
@@ -21,6 +23,8 @@ pub mod plan;
 pub mod text_source;
 
 pub use answer::{Answer, Piece};
+#[cfg(feature = "pebble")]
+pub use builtin::builtin;
 pub use defaults::Defaults;
 pub use error::{Error, Result};
 pub use gemma::{Gemma, TemplateSource, load_stepper};
