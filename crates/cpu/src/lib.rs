@@ -16,6 +16,7 @@ mod backend;
 mod buffers;
 mod kv;
 mod level;
+mod int8;
 mod linear;
 mod math;
 mod matrix;
