@@ -14,9 +14,9 @@
 mod attention;
 mod backend;
 mod buffers;
+mod int8;
 mod kv;
 mod level;
-mod int8;
 mod linear;
 mod math;
 mod matrix;

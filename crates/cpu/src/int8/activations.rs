@@ -37,6 +37,7 @@ pub(crate) fn row_bytes(width: usize) -> usize {
 }
 
 /// Splits a row's bytes into codes and heads.
+#[cfg(test)]
 pub(crate) fn split_row(bytes: &mut [u8], width: usize) -> (&mut [i8], &mut [Head]) {
     let (codes, heads) = bytes.split_at_mut(width);
     // SAFETY: every bit pattern is an i8 and a `Head`; the prefixes are checked to be empty below.
@@ -63,6 +64,21 @@ impl<'a> QuantRows<'a> {
     pub fn slice(&self, from: usize, count: usize) -> QuantRows<'a> {
         assert!(from + count <= self.count, "rows {from} + {count} of {}", self.count);
         QuantRows { bytes: &self.bytes[from * self.stride..(from + count) * self.stride], count, ..*self }
+    }
+}
+
+/// Quantises inputs `col ..` of the row of `width` inputs whose bytes start at `row`.
+///
+/// # Safety
+/// The row's bytes, aligned to 16, are there, and nobody else uses those of these columns.
+pub(crate) unsafe fn quantise_at(isa: crate::level::Isa, row: *mut u8, width: usize, col: usize, x: &[f32]) {
+    assert!(col.is_multiple_of(BLOCK) && col + x.len() <= width && width.is_multiple_of(BLOCK));
+    // SAFETY: inside the row by the assertion; the caller answers for the rest. Different columns are different
+    // bytes, so they are split by hand and the row is not borrowed as a whole.
+    unsafe {
+        let codes = std::slice::from_raw_parts_mut(row.add(col).cast::<i8>(), x.len());
+        let heads = row.add(width).cast::<Head>().add(col / BLOCK);
+        quantise(isa, x, codes, std::slice::from_raw_parts_mut(heads, x.len() / BLOCK));
     }
 }
 

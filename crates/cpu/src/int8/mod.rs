@@ -16,3 +16,8 @@ pub(crate) mod tiles;
 mod x86;
 
 pub(crate) use formats::is_packed;
+
+/// Name of the instruction set whose kernel multiplies `format`, if the format is packed.
+pub(crate) fn kernel_name(isa: crate::level::Isa, format: lapidary_formats::Format) -> Option<&'static str> {
+    kernel::choose(isa, format).map(|choice| choice.name)
+}

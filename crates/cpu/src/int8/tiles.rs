@@ -271,7 +271,8 @@ mod tests {
                     for count in 1..=(n - i).min(9) {
                         let mut some = vec![f32::NAN; count * LANES];
                         tiles.product(tile, rows.slice(i, count), &mut some);
-                        let same = some.iter().zip(&out[i * LANES..]).all(|(a, b)| a.to_bits() == b.to_bits());
+                        let same =
+                            some.iter().zip(&out[i * LANES..]).all(|(a, b)| a.to_bits() == b.to_bits());
                         assert!(same, "{} {} rows {i} + {count}", view.format, isa.level());
                     }
                 }
