@@ -202,9 +202,9 @@ fn b06_bytes_of_a_token_are_exact() {
         assert_eq!([sliding, full], literal, "{name}");
         let config = published(name);
         let plan = kv_plan(&config, [KvFormat::Bf16; 2], 1, 8192, 512);
-        for g in 0..GROUPS {
-            let page: usize = (0..plan.groups[g].layers.len()).map(|l| plan.groups[g].page_bytes(l)).sum();
-            assert_eq!(page, 32 * literal[g], "{name}");
+        for (group, token) in plan.groups.iter().zip(literal) {
+            let page: usize = (0..group.layers.len()).map(|l| group.page_bytes(l)).sum();
+            assert_eq!(page, 32 * token, "{name}");
         }
     }
 }

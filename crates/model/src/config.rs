@@ -234,6 +234,10 @@ impl Config {
         if !self.eps.is_finite() || self.eps < 0.0 {
             return Err(Error::config("rms_norm_eps", format!("{}", self.eps)));
         }
+        if !self.score_scale.is_normal() {
+            let problem = format!("scores would be multiplied by {}", self.score_scale);
+            return Err(Error::config("query_pre_attn_scalar", problem));
+        }
         for cap in [self.final_softcap, self.attn_softcap].into_iter().flatten() {
             if !cap.is_finite() || cap <= 0.0 {
                 return Err(Error::config("logit_softcapping", format!("{cap} is not a positive number")));
@@ -241,16 +245,17 @@ impl Config {
         }
         for rope in self.rope {
             let good = |x: f64| x.is_finite() && x > 0.0;
-            if !good(rope.theta) || !good(rope.factor) || !(0.0..=1.0).contains(&rope.rotated) {
+            let largest = (rope.theta.recip().max(1.0) / rope.factor) as f32;
+            let in_range = good(rope.theta) && good(rope.factor) && largest.is_finite();
+            if !in_range || !(0.0..=1.0).contains(&rope.rotated) {
                 return Err(Error::config("rope_parameters", format!("{rope:?}")));
             }
         }
+        // Soft rows look up the pad token in the per-layer table too.
+        let vocab = self.per_layer.map_or(self.vocab, |p| p.vocab.min(self.vocab));
         for (field, id) in [("pad_token_id", self.pad), ("bos_token_id", self.bos)] {
-            if id as usize >= self.vocab {
-                return Err(Error::config(
-                    field,
-                    format!("{id} is outside the vocabulary of {}", self.vocab),
-                ));
+            if id as usize >= vocab {
+                return Err(Error::config(field, format!("{id} is outside the vocabulary of {vocab}")));
             }
         }
         Ok(self)

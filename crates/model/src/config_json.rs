@@ -20,10 +20,7 @@ impl Config {
     /// `Config` names a field that is missing, of the wrong type, or contradicts another.
     pub fn from_json(root: &Value) -> Result<Config> {
         let model_type = str_of(root, "model_type")?.unwrap_or_default();
-        let text = match root.get("text_config") {
-            Some(text) if text.is_object() => text,
-            _ => root,
-        };
+        let text = object_of(root, "text_config")?.unwrap_or(root);
         match model_type {
             "gemma4" | "gemma4_text" => gemma4(root, text, model_type, false),
             "gemma4_unified" | "gemma4_unified_text" => gemma4(root, text, model_type, true),
@@ -64,7 +61,10 @@ fn gemma4(root: &Value, t: &Value, model_type: &str, unified: bool) -> Result<Co
     }
     let first = count - shared;
     // Configs written by newer libraries list the layers that differ instead of the global fields.
-    let per_layer_shapes = t.get("per_layer_config").filter(|v| v.is_object());
+    let per_layer_shapes = object_of(t, "per_layer_config")?;
+    if let Some(shapes) = per_layer_shapes {
+        known_keys(shapes, "per_layer_config", &|key| key.parse::<usize>().is_ok_and(|l| l < count))?;
+    }
     let layers = groups.iter().enumerate().map(|(i, &group)| {
         let full = group == Group::Full;
         let mut layer = LayerConfig {
@@ -79,6 +79,8 @@ fn gemma4(root: &Value, t: &Value, model_type: &str, unified: bool) -> Result<Co
             values_are_keys: values_are_keys && full,
         };
         if let Some(shape) = per_layer_shapes.and_then(|s| s.get(i.to_string())) {
+            let field = format!("per_layer_config.{i}");
+            known_keys(shape, &field, &|key| ["head_dim", "num_key_value_heads"].contains(&key))?;
             layer.head_dim = usize_or(shape, "head_dim", layer.head_dim)?;
             layer.kv_heads = usize_or(shape, "num_key_value_heads", layer.kv_heads)?;
         }
@@ -124,7 +126,8 @@ fn gemma4(root: &Value, t: &Value, model_type: &str, unified: bool) -> Result<Co
             });
         }
     };
-    let rope = t.get("rope_parameters");
+    no_bias(t)?;
+    let rope = rope_parameters(t)?;
     Config {
         family: Family::Gemma4,
         model_type: model_type.into(),
@@ -189,13 +192,14 @@ fn gemma3(root: &Value, t: &Value, model_type: &str) -> Result<Config> {
     if !scalar.is_finite() || scalar <= 0.0 {
         return Err(Error::config("query_pre_attn_scalar", format!("{scalar} is not a positive number")));
     }
-    let rope = match t.get("rope_parameters").filter(|v| v.is_object()) {
+    no_bias(t)?;
+    let rope = match rope_parameters(t)? {
         Some(rope) => [
             rope_of(Some(rope), "sliding_attention", Rope { theta: 1e4, rotated: 1.0, factor: 1.0 })?,
             rope_of(Some(rope), "full_attention", Rope { theta: 1e6, rotated: 1.0, factor: 1.0 })?,
         ],
         None => {
-            let factor = match t.get("rope_scaling").filter(|v| v.is_object()) {
+            let factor = match object_of(t, "rope_scaling")? {
                 None => 1.0,
                 Some(scaling) => {
                     let kind = match str_of(scaling, "rope_type")? {
@@ -271,7 +275,7 @@ fn activation(t: &Value) -> Result<Activation> {
 }
 
 fn rope_of(parameters: Option<&Value>, kind: &str, default: Rope) -> Result<Rope> {
-    let Some(p) = parameters.and_then(|p| p.get(kind)).filter(|p| p.is_object()) else {
+    let Some(p) = parameters.map_or(Ok(None), |p| object_of(p, kind))? else {
         return Ok(default);
     };
     let theta = f64_or(p, "rope_theta", default.theta)?;
@@ -284,6 +288,24 @@ fn rope_of(parameters: Option<&Value>, kind: &str, default: Rope) -> Result<Rope
             factor: f64_or(p, "factor", 1.0)?,
         }),
         other => Err(unsupported_rope(other)),
+    }
+}
+
+/// Rotation by layer kind. A flat object, as other families write it, would be read as nothing at all.
+fn rope_parameters(t: &Value) -> Result<Option<&Value>> {
+    let rope = object_of(t, "rope_parameters")?;
+    if let Some(rope) = rope {
+        let kinds = ["sliding_attention", "full_attention"];
+        known_keys(rope, "rope_parameters", &|key| kinds.contains(&key))?;
+    }
+    Ok(rope)
+}
+
+/// The pass has no bias, so a model with one would speak without it.
+fn no_bias(t: &Value) -> Result<()> {
+    match bool_or(t, "attention_bias", false)? {
+        false => Ok(()),
+        true => Err(Error::NotSupported { what: "attention_bias true".into(), detail: "false is".into() }),
     }
 }
 
@@ -398,6 +420,26 @@ fn bool_or(t: &Value, field: &str, default: bool) -> Result<bool> {
         None | Some(Value::Null) => Ok(default),
         Some(Value::Bool(b)) => Ok(*b),
         Some(v) => Err(Error::config(field, format!("{v} is not true or false"))),
+    }
+}
+
+/// A field that holds an object; `None` when it is absent or null.
+fn object_of<'a>(t: &'a Value, field: &str) -> Result<Option<&'a Value>> {
+    match t.get(field) {
+        None | Some(Value::Null) => Ok(None),
+        Some(v) if v.is_object() => Ok(Some(v)),
+        Some(_) => Err(Error::config(field, "an object is expected")),
+    }
+}
+
+/// Errors on the first key that would be read over in silence.
+fn known_keys(object: &Value, field: &str, known: &dyn Fn(&str) -> bool) -> Result<()> {
+    let Some(map) = object.as_object() else {
+        return Err(Error::config(field, "an object is expected"));
+    };
+    match map.keys().find(|key| !known(key)) {
+        None => Ok(()),
+        Some(key) => Err(Error::config(format!("{field}.{key}"), "this entry is not known")),
     }
 }
 

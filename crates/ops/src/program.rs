@@ -225,11 +225,12 @@ impl Ops for Recorder<'_> {
             self.fail("attention", format!("{} heads over {} kv heads", spec.heads, spec.kv_heads));
         }
         let window = spec.window.map_or(String::new(), |w| format!(" window {w}"));
+        let cap = spec.softcap.map_or(String::new(), |c| format!(" softcap {c}"));
         let AttnSpec { heads, kv_heads, head_dim, scale, .. } = spec;
         self.line(
             "attention",
             format!(
-                "{} = {heads}/{kv_heads} heads of {head_dim} x {scale}, {:?} kv {}{window}",
+                "{} = {heads}/{kv_heads} heads of {head_dim} x {scale}, {:?} kv {}{window}{cap}",
                 self.name(out),
                 spec.cache.group,
                 spec.cache.index

@@ -85,7 +85,9 @@ pub fn to_gguf(checkpoint: &Checkpoint, out: &Path, options: &ConvertOptions) ->
     let vocabulary = match &checkpoint.text_files().tokenizer {
         Some(path) => Some(Vocabulary::read(path, config.vocab)?),
         None => {
-            report.notes.push("the checkpoint has no tokenizer.json, so the file has no vocabulary".to_owned());
+            report
+                .notes
+                .push("the checkpoint has no tokenizer.json, so the file has no vocabulary".to_owned());
             None
         }
     };
@@ -129,7 +131,6 @@ fn described(checkpoint: &Checkpoint) -> Result<(Config, Option<&Value>)> {
         ConfigSource::Json { config, generation, .. } => {
             Ok((Config::from_json(config)?, generation.as_ref()))
         }
-        #[allow(unreachable_patterns, reason = "the enum may grow")]
         _ => Err(WeightsError::NotSupported {
             path: checkpoint.path().to_owned(),
             what: "converting anything but safetensors checkpoints is".to_owned(),
@@ -141,9 +142,8 @@ fn described(checkpoint: &Checkpoint) -> Result<(Config, Option<&Value>)> {
 
 /// What files of an architecture don't state is the same in all published models; another value must not get lost.
 fn expressible(config: &Config) -> Result<()> {
-    let refuse = |field, found: String, expected: String| {
-        Err(ConvertError::NotExpressible { field, found, expected })
-    };
+    let refuse =
+        |field, found: String, expected: String| Err(ConvertError::NotExpressible { field, found, expected });
     if config.activation != lapidary_ops::Activation::GeluTanh {
         return refuse("hidden_activation", format!("{:?}", config.activation), "GeluTanh".to_owned());
     }
@@ -153,7 +153,11 @@ fn expressible(config: &Config) -> Result<()> {
     }
     if config.family == Family::Gemma3 {
         if full.rotated != 1.0 {
-            return refuse("rope_parameters.full_attention", format!("{full:?}"), "whole rotation".to_owned());
+            return refuse(
+                "rope_parameters.full_attention",
+                format!("{full:?}"),
+                "whole rotation".to_owned(),
+            );
         }
         let (count, head_dim) = (config.layers.len(), config.layers[0].head_dim);
         let scalar = if count == 62 { config.hidden / config.heads } else { head_dim };
@@ -193,8 +197,7 @@ fn write(
     let file = body.finish().map_err(in_file)?;
     let bytes = file.get_ref().metadata().map_err(io)?.len();
     drop(file);
-    std::fs::rename(&part.0, out)
-        .map_err(|source| ConvertError::Io { path: out.to_owned(), source })?;
+    std::fs::rename(&part.0, out).map_err(|source| ConvertError::Io { path: out.to_owned(), source })?;
     Ok(bytes)
 }
 

@@ -261,9 +261,7 @@ impl Planned {
         sink: &mut dyn FnMut(&[u8]) -> Result<()>,
     ) -> Result<()> {
         match self.content {
-            Content::Matrix { role, rows, cols } => {
-                self.encode(&checkpoint.expect(role, rows, cols)?, sink)
-            }
+            Content::Matrix { role, rows, cols } => self.encode(&checkpoint.expect(role, rows, cols)?, sink),
             Content::Experts { layer, parts, experts, rows, cols } => {
                 for e in 0..experts as u32 {
                     for &part in parts {
