@@ -167,7 +167,7 @@ impl Chat<'_> {
             None if said.text.is_empty() => eprintln!("[stopped; the turn was taken back]"),
             None => eprintln!("[stopped]"),
             Some(_) => {
-                let context = self.gemma.runner().plan_context();
+                let context = self.args.load.options().context_for(self.gemma.config());
                 said.remark(context).iter().for_each(|r| eprintln!("note: {r}"));
             }
         }

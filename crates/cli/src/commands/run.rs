@@ -53,7 +53,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     let prompt = prompt(args)?;
     let mut gemma = load::gemma(&args.model, &args.load)?;
     let raw = raw(args, &gemma);
-    let context = gemma.runner().plan_context();
+    let context = args.load.options().context_for(gemma.config());
     let options = args.sampling.options(&gemma, if raw { COMPLETION_TOKENS } else { usize::MAX });
     let show = if args.json { Show::Nothing } else { Show::Stream };
     let said = match raw {
