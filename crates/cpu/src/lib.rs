@@ -28,6 +28,7 @@ mod pass;
 mod rows;
 mod team;
 mod topology;
+mod weigh;
 
 pub use backend::{Compute, CpuBackend, CpuOptions};
 pub use level::Level;

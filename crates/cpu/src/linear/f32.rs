@@ -173,11 +173,7 @@ mod x86 {
                                 }
                             }
                         }
-                        for r in 0..M {
-                            for c in 0..N {
-                                *out.get_unchecked_mut((i + r) * out_stride + j + c) = sum(acc[r][c]);
-                            }
-                        }
+                        put(&acc, out.as_mut_ptr().add(i * out_stride + j), out_stride);
                     }
                 }
 
@@ -196,6 +192,53 @@ mod x86 {
 
     macro_rules! vector_ops {
         (avx512, $features:literal) => {
+            /// Stores the sums of all lanes. Sixteen are folded together in a third of the operations that they
+            /// take one by one, along the tree of [`sum`].
+            #[inline]
+            #[target_feature(enable = $features)]
+            unsafe fn put<const M: usize, const N: usize>(
+                acc: &[[__m512; N]; M],
+                out: *mut f32,
+                stride: usize,
+            ) {
+                if M != 4 || N != 4 {
+                    for r in 0..M {
+                        for c in 0..N {
+                            // SAFETY: the caller has room for M rows of N outputs.
+                            unsafe { *out.add(r * stride + c) = sum(acc[r][c]) }
+                        }
+                    }
+                    return;
+                }
+                let mut quarters = [zero(); 4];
+                for c in 0..4 {
+                    let (a, b) = (halves(acc[0][c], acc[1][c]), halves(acc[2][c], acc[3][c]));
+                    let even = _mm512_shuffle_f32x4::<0x88>(a, b);
+                    quarters[c] = _mm512_add_ps(even, _mm512_shuffle_f32x4::<0xDD>(a, b));
+                }
+                let (a, b) = (pairs(quarters[0], quarters[1]), pairs(quarters[2], quarters[3]));
+                let even = _mm512_shuffle_ps::<0x88>(a, b);
+                let all = _mm512_add_ps(even, _mm512_shuffle_ps::<0xDD>(a, b));
+                // SAFETY: as above.
+                unsafe {
+                    _mm_storeu_ps(out, _mm512_castps512_ps128(all));
+                    _mm_storeu_ps(out.add(stride), _mm512_extractf32x4_ps::<1>(all));
+                    _mm_storeu_ps(out.add(2 * stride), _mm512_extractf32x4_ps::<2>(all));
+                    _mm_storeu_ps(out.add(3 * stride), _mm512_extractf32x4_ps::<3>(all));
+                }
+            }
+            /// Lanes l and l + 8 of a, then of b.
+            #[inline]
+            #[target_feature(enable = $features)]
+            fn halves(a: __m512, b: __m512) -> __m512 {
+                _mm512_add_ps(_mm512_shuffle_f32x4::<0x44>(a, b), _mm512_shuffle_f32x4::<0xEE>(a, b))
+            }
+            /// In each quarter lanes l and l + 2 of a, then of b.
+            #[inline]
+            #[target_feature(enable = $features)]
+            fn pairs(a: __m512, b: __m512) -> __m512 {
+                _mm512_add_ps(_mm512_shuffle_ps::<0x44>(a, b), _mm512_shuffle_ps::<0xEE>(a, b))
+            }
             const LANES: usize = 16;
             #[inline]
             #[target_feature(enable = $features)]
@@ -227,6 +270,20 @@ mod x86 {
             }
         };
         (avx2, $features:literal) => {
+            #[inline]
+            #[target_feature(enable = $features)]
+            unsafe fn put<const M: usize, const N: usize>(
+                acc: &[[__m256; N]; M],
+                out: *mut f32,
+                stride: usize,
+            ) {
+                for r in 0..M {
+                    for c in 0..N {
+                        // SAFETY: the caller has room for M rows of N outputs.
+                        unsafe { *out.add(r * stride + c) = sum(acc[r][c]) }
+                    }
+                }
+            }
             const LANES: usize = 8;
             #[inline]
             #[target_feature(enable = $features)]
