@@ -1,58 +1,52 @@
 //! Rows of file formats as float32, on whole vectors.
 //!
-//! The decoders are those of `lapidary-formats`, compiled for each level; each value takes the same exact steps,
-//! so the bits are the same at every level.
+//! Each value takes the exact steps of `lapidary_formats::decode_row`, so the bits are the same at every level; what
+//! has no form here is decoded there.
 
-use lapidary_formats::codec::*;
 use lapidary_formats::{Format, Scales, TensorView};
 
+use crate::int8::decode_file_row;
 use crate::level::{Isa, for_level};
 
 /// Decodes row `row` of `view`.
 pub(crate) fn decode_row(isa: Isa, view: &TensorView<'_>, row: usize, out: &mut [f32]) {
-    if !matches!(view.scales, Scales::None) {
-        return lapidary_formats::decode_row(view, row, out);
-    }
     assert!(row < view.rows && out.len() == view.cols, "row {row} of {}", view.name);
     let row_bytes = view.row_bytes();
     let bytes = &view.bytes[row * row_bytes..(row + 1) * row_bytes];
-    match view.format {
-        Format::Bf16 => bf16(isa, bytes, out),
-        Format::Q4_0 => q4_0(isa, bytes, out),
-        Format::Q4_1 => q4_1(isa, bytes, out),
-        Format::Q5_0 => q5_0(isa, bytes, out),
-        Format::Q5_1 => q5_1(isa, bytes, out),
-        Format::Q8_0 => q8_0(isa, bytes, out),
-        Format::Q4K => q4_k(isa, bytes, out),
-        Format::Q5K => q5_k(isa, bytes, out),
-        Format::Q6K => q6_k(isa, bytes, out),
-        format => lapidary_formats::decode_codes(format, bytes, out),
+    match (view.format, &view.scales) {
+        (Format::Bf16, Scales::None) => bf16(isa, bytes, out),
+        (Format::Fp8E4M3, Scales::Tensor(scale)) => fp8(isa, bytes, *scale, out),
+        (Format::Fp8E4M3, Scales::Row(scales)) => fp8(isa, bytes, scales[row], out),
+        (Format::Fp8E4M3, Scales::Block128 { values, first_row }) => {
+            let across = view.cols.div_ceil(128);
+            let scales = &values[(first_row + row) / 128 * across..][..across];
+            for ((bytes, out), &scale) in bytes.chunks(128).zip(out.chunks_mut(128)).zip(scales) {
+                fp8(isa, bytes, scale, out);
+            }
+        }
+        (format, Scales::None) if decode_file_row(isa, format, bytes, out) => {}
+        _ => lapidary_formats::decode_row(view, row, out),
     }
 }
 
-macro_rules! decoders {
-    ($($name:ident: $decode:path, $block:literal, $len:literal;)*) => {
-        $(for_level! {
-            pub fn $name(bytes: &[u8], out: &mut [f32]) {
-                let blocks = bytes.as_chunks::<$block>().0.iter().zip(out.as_chunks_mut::<$len>().0);
-                for (block, out) in blocks {
-                    $decode(block, out);
-                }
-            }
-        })*
-    };
+for_level! {
+    pub fn bf16(bytes: &[u8], out: &mut [f32]) {
+        for (value, bytes) in out.iter_mut().zip(bytes.as_chunks::<2>().0) {
+            *value = f32::from_bits(u32::from(u16::from_le_bytes(*bytes)) << 16);
+        }
+    }
 }
 
-decoders! {
-    bf16: float::decode_bf16, 2, 1;
-    q4_0: q4_0::decode, 18, 32;
-    q4_1: q4_1::decode, 20, 32;
-    q5_0: q5_0::decode, 22, 32;
-    q5_1: q5_1::decode, 24, 32;
-    q8_0: q8_0::decode, 34, 32;
-    q4_k: q4_k::decode, 144, 256;
-    q5_k: q5_k::decode, 176, 256;
-    q6_k: q6_k::decode, 210, 256;
+for_level! {
+    /// An E4M3 byte's exponent and mantissa, moved to where float32 has them, are 2^-120 of the number; that
+    /// holds for subnormals too. `validate` has refused NaN codes.
+    pub fn fp8(bytes: &[u8], scale: f32, out: &mut [f32]) {
+        const UP: f32 = f32::from_bits((120 + 127) << 23);
+        for (value, &code) in out.iter_mut().zip(bytes) {
+            let code = u32::from(code);
+            *value = f32::from_bits((code & 0x80) << 24 | (code & 0x7F) << 20) * UP * scale;
+        }
+    }
 }
 
 #[cfg(test)]
@@ -65,17 +59,34 @@ mod tests {
         let values: Vec<f32> = (0..3 * 768).map(|i| ((i * 7919) % 1013) as f32 / 506.0 - 1.0).collect();
         for format in Format::ALL {
             let encoded = lapidary_formats::encode_rows(format, &values, 3, 768).expect("finite values");
-            let view = encoded.view("w");
+            let mut views = vec![encoded.view("w")];
+            if format == Format::Fp8E4M3 {
+                for scales in [
+                    Scales::Tensor(0.37),
+                    Scales::Row(vec![0.3, 1.7, 0.9]),
+                    Scales::Block128 { values: (1..=12).map(|i| i as f32 / 7.0).collect(), first_row: 126 },
+                ] {
+                    views.push(TensorView { scales, ..encoded.view("w") });
+                }
+            }
             for level in [Level::Scalar, Level::Avx2, Level::Avx512] {
                 let Some(isa) = Isa::new(Some(level)) else { continue };
                 let (mut found, mut exact) = (vec![0.0; 768], vec![0.0; 768]);
-                for row in 0..3 {
-                    decode_row(isa, &view, row, &mut found);
-                    lapidary_formats::decode_row(&view, row, &mut exact);
+                for (view, row) in views.iter().flat_map(|v| (0..3).map(move |row| (v, row))) {
+                    decode_row(isa, view, row, &mut found);
+                    lapidary_formats::decode_row(view, row, &mut exact);
                     let same = found.iter().zip(&exact).all(|(a, b)| a.to_bits() == b.to_bits());
                     assert!(same, "{format} {level} row {row}");
                 }
             }
+        }
+        // All E4M3 codes but NaN.
+        let codes: Vec<u8> = (0..=255).filter(|c| c & 0x7F != 0x7F).collect();
+        let isa = Isa::new(None).expect("the best level is there");
+        let mut found = vec![0.0; codes.len()];
+        fp8(isa, &codes, 1.0, &mut found);
+        for (&code, value) in codes.iter().zip(found) {
+            assert_eq!(value.to_bits(), lapidary_formats::fp8::e4m3_to_f32(code).to_bits(), "{code}");
         }
     }
 }

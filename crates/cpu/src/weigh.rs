@@ -12,7 +12,9 @@ use std::ops::Range;
 
 use lapidary_ops::PAGE_TOKENS;
 
-use crate::level::{Isa, Level};
+use crate::level::Isa;
+#[cfg(any(target_arch = "x86_64", test))]
+use crate::level::Level;
 
 /// Adds the values of keys `keys` of a page, weighted, for all heads.
 pub(crate) fn weigh(isa: Isa, acc: &mut [f32], d: usize, p: &[f32], v: &[f32], keys: Range<usize>) {
