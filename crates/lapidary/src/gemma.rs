@@ -82,15 +82,16 @@ impl Gemma {
             let tokenizer = tokenizer.vocab_size() as usize;
             return Err(Error::VocabularyMismatch { tokenizer, model: config.vocab });
         }
-        let defaults =
-            Defaults::new(config, text_source::generation(checkpoint).as_ref(), Some(&tokenizer))?;
+        let defaults = Defaults::new(config, text_source::generation(checkpoint).as_ref(), Some(&tokenizer))?;
         let mut notes = checkpoint.notes();
         notes.extend(config.notes.iter().cloned());
         let (template, template_source) = match text_source::template(checkpoint)? {
             Some(source) => (ChatTemplate::new(&source)?, TemplateSource::Checkpoint),
             None => {
                 let builtin = builtin_template(config);
-                notes.push(format!("the checkpoint has no chat template; the built-in {builtin:?} one is used"));
+                notes.push(format!(
+                    "the checkpoint has no chat template; the built-in {builtin:?} one is used"
+                ));
                 (ChatTemplate::builtin(builtin), TemplateSource::BuiltIn)
             }
         };

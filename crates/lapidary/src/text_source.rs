@@ -81,10 +81,7 @@ pub fn generation(checkpoint: &Checkpoint) -> Option<Value> {
 
 fn gguf_generation(m: &Metadata) -> Value {
     let mut g = serde_json::Map::new();
-    let keys = [
-        ("general.sampling.temp", "temperature"),
-        ("general.sampling.top_p", "top_p"),
-    ];
+    let keys = [("general.sampling.temp", "temperature"), ("general.sampling.top_p", "top_p")];
     for (key, field) in keys {
         if let Ok(Some(value)) = m.get::<f32>(key) {
             g.insert(field.into(), f64::from(value).into());

@@ -174,7 +174,8 @@ fn thoughts_calls_and_recall_through_the_chat() {
             }
             let last = input.messages.last().expect("a message");
             if !input.tools.is_empty() && last["role"] == "user" {
-                let call = pieces.iter().find_map(|p| if let Piece::ToolCall(c) = p { Some(c) } else { None });
+                let call =
+                    pieces.iter().find_map(|p| if let Piece::ToolCall(c) = p { Some(c) } else { None });
                 let call = call.expect("a call");
                 let arguments: Value = serde_json::from_str(&call.arguments).expect("JSON");
                 assert_eq!(call.name, "get_weather");
