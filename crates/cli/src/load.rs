@@ -18,7 +18,11 @@ pub fn plan(checkpoint: &Checkpoint, config: &Config, options: &LoadOptions) -> 
 }
 
 /// Loads a model without its text.
-pub fn stepper(checkpoint: &Checkpoint, options: &LoadOptions, device: &DeviceArgs) -> anyhow::Result<Stepper> {
+pub fn stepper(
+    checkpoint: &Checkpoint,
+    options: &LoadOptions,
+    device: &DeviceArgs,
+) -> anyhow::Result<Stepper> {
     prepare(checkpoint, options, device)?;
     Ok(lapidary::load_stepper(checkpoint, options, &mut progress())?)
 }
@@ -46,7 +50,9 @@ fn prepare(checkpoint: &Checkpoint, options: &LoadOptions, device: &DeviceArgs) 
     let context = options.context_for(&config);
     if context > config.max_positions {
         let most = config.max_positions;
-        eprintln!("note: a context of {context} is longer than the {most} tokens that the model was made for");
+        eprintln!(
+            "note: a context of {context} is longer than the {most} tokens that the model was made for"
+        );
     }
     if device.ignore_memory {
         return Ok(());

@@ -49,7 +49,7 @@ pub struct DeviceArgs {
     #[arg(long, value_enum, default_value_t = Device::Cpu)]
     pub device: Device,
     /// Arithmetic: f32 is exact, fast multiplies with quantised activations
-    #[arg(long, value_enum, default_value_t = ComputeArg::Fast)]
+    #[arg(long, value_enum, default_value_t = ComputeArg::of(LoadOptions::default().compute))]
     pub compute: ComputeArg,
     /// Element type of stored keys and values; f32 with f32 arithmetic and f16 otherwise when not given
     #[arg(long, value_enum)]
@@ -89,6 +89,14 @@ pub enum ComputeArg {
 }
 
 impl ComputeArg {
+    /// The flag's name for it.
+    pub fn of(compute: Compute) -> ComputeArg {
+        match compute {
+            Compute::F32 => ComputeArg::F32,
+            Compute::Fast => ComputeArg::Fast,
+        }
+    }
+
     /// The library's name for it.
     pub fn compute(self) -> Compute {
         match self {

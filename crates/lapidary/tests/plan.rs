@@ -84,7 +84,11 @@ fn a_plan_equals_the_allocation() {
         let tokens: Vec<u32> = (0..97).map(|i| i * 5 % 199).collect();
         stepper.prefill(&tokens).expect("the prompt runs");
         let held = stepper.runner().memory();
-        near(&what("total after a pass"), plan.total(), held.weights + held.mapped + held.kv + held.activations);
+        near(
+            &what("total after a pass"),
+            plan.total(),
+            held.weights + held.mapped + held.kv + held.activations,
+        );
     }
 }
 
@@ -144,11 +148,23 @@ fn plan_of_26b_a4b() {
     let activations = by_hand(
         &[
             // x, input, y, the two rope tables
-            h, h, h, 256, 512,
-            qkv[0], qkv[1], heads[0], heads[1],
-            2 * 2112, 2112,
+            h,
+            h,
+            h,
+            256,
+            512,
+            qkv[0],
+            qkv[1],
+            heads[0],
+            heads[1],
+            2 * 2112,
+            2112,
             // router input, logits (128) and routes (2 x 8), experts' input and output
-            h, 128, 16, h, h,
+            h,
+            128,
+            16,
+            h,
+            h,
         ],
         &[h, h, 262_144],
     );
@@ -211,11 +227,7 @@ fn plan_of_31b() {
     let sliding_page = 2 * 16 * 32 * 256 * 2;
     let full_page = 2 * 4 * 32 * 512 * 2;
     let activations = by_hand(
-        &[
-            h, h, h, 256, 512,
-            (32 + 2 * 16) * 256, (32 + 4) * 512, 32 * 256, 32 * 512,
-            2 * 21_504, 21_504,
-        ],
+        &[h, h, h, 256, 512, (32 + 2 * 16) * 256, (32 + 4) * 512, 32 * 256, 32 * 512, 2 * 21_504, 21_504],
         &[h, h, 262_144],
     );
     for (context, full_pages) in [(8192, 256 + 1), (262_144, 8192 + 1)] {

@@ -6,8 +6,8 @@ use std::time::Instant;
 
 use lapidary::bandwidth::{ReadBandwidth, read_bandwidth};
 use lapidary::plan::MemoryPlan;
-use lapidary_engine::{Heads, Prompt, Stepper};
 use lapidary::{Checkpoint, Config};
+use lapidary_engine::{Heads, Prompt, Stepper};
 use serde_json::{Value, json};
 
 use crate::load;

@@ -89,7 +89,8 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
         }
     }
     if let Some(path) = history.filter(|_| terminal) {
-        let saved = path.parent().map_or(Ok(()), std::fs::create_dir_all).is_ok() && editor.save_history(&path).is_ok();
+        let saved = path.parent().map_or(Ok(()), std::fs::create_dir_all).is_ok()
+            && editor.save_history(&path).is_ok();
         if !saved {
             eprintln!("note: the history could not be written to {}", path.display());
         }
@@ -181,8 +182,7 @@ impl Chat<'_> {
     fn answer(&mut self) -> anyhow::Result<Said> {
         let system = self.system.as_ref().map(|text| json!({"role": "system", "content": text}));
         let messages = system.into_iter().chain(self.messages.iter().cloned()).collect();
-        let input =
-            ChatInput { messages, enable_thinking: Some(self.args.think), ..ChatInput::default() };
+        let input = ChatInput { messages, enable_thinking: Some(self.args.think), ..ChatInput::default() };
         let options = self.args.sampling.options(&self.gemma, usize::MAX);
         let interrupt = Interrupt::listen();
         speak(self.gemma.chat(&input, &options)?, Show::Stream, Some(&interrupt))
@@ -199,9 +199,11 @@ impl Chat<'_> {
 
     /// Takes over a conversation; nothing has changed after an error.
     fn load(&mut self, path: &Path) -> anyhow::Result<()> {
-        let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
-        let (system, messages) = conversation(&text)
-            .with_context(|| format!("{} holds no conversation; expected what /save writes", path.display()))?;
+        let text =
+            std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+        let (system, messages) = conversation(&text).with_context(|| {
+            format!("{} holds no conversation; expected what /save writes", path.display())
+        })?;
         eprintln!("{} messages from {}", messages.len() + usize::from(system.is_some()), path.display());
         (self.system, self.messages) = (system, messages);
         Ok(())
@@ -242,7 +244,9 @@ mod tests {
         let good = r#"{"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]}"#;
         let (system, messages) = conversation(good).unwrap();
         assert_eq!((system.as_deref(), messages.len()), (Some("s"), 1));
-        for bad in ["", "[]", "{}", r#"{"messages": [{"role": "tool", "content": "x"}]}"#, r#"{"messages": [1]}"#] {
+        for bad in
+            ["", "[]", "{}", r#"{"messages": [{"role": "tool", "content": "x"}]}"#, r#"{"messages": [1]}"#]
+        {
             assert!(conversation(bad).is_err(), "{bad}");
         }
     }

@@ -5,9 +5,9 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
 use clap::ValueEnum;
+use lapidary::Config;
 use lapidary::capture::{Captured, Values, Wanted, capture};
 use lapidary_engine::{Prompt, SoftKind, SoftSpan};
-use lapidary::Config;
 use lapidary_weights::safetensors::{Dtype, File, NewTensor, write};
 
 use crate::failure::Usage;

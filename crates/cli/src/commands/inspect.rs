@@ -4,9 +4,9 @@ use std::ffi::OsString;
 use std::io::{Write, stdout};
 
 use lapidary::plan::MemoryPlan;
+use lapidary::{Checkpoint, LoadOptions};
 use lapidary_model::{Config, Family, LayerConfig, VisionBlocks};
 use lapidary_ops::{Group, PAGE_TOKENS};
-use lapidary::{Checkpoint, LoadOptions};
 use lapidary_weights::Kind;
 use serde_json::{Value, json};
 

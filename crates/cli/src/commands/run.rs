@@ -15,10 +15,12 @@ use crate::speak::{Show, speak};
 /// Answers a prompt through the model's chat template, or completes it as it stands: with --raw, and for base models, which
 /// have no template. The answer streams to stdout, everything else goes to stderr.
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Examples:\n  lapidary run \"Once upon a time\"                   the built-in model, offline\n  \
+#[command(
+    after_help = "Examples:\n  lapidary run \"Once upon a time\"                   the built-in model, offline\n  \
 lapidary run -m google/gemma-4-E2B-it \"Why is the sky blue?\" --stats\n  \
 lapidary run -m model.gguf --raw \"def fibonacci(n):\" -n 80 --greedy\n  \
-lapidary run -m MODEL --system \"Answer in French\" < question.txt")]
+lapidary run -m MODEL --system \"Answer in French\" < question.txt"
+)]
 pub struct Args {
     #[command(flatten)]
     pub model: ModelArgs,
@@ -85,7 +87,9 @@ fn raw(args: &Args, gemma: &Gemma) -> bool {
     if args.raw || gemma.template_source() == TemplateSource::Checkpoint || chat_flags {
         return args.raw;
     }
-    eprintln!("note: the model has no chat template, so the prompt is completed as it stands; lapidary chat answers it");
+    eprintln!(
+        "note: the model has no chat template, so the prompt is completed as it stands; lapidary chat answers it"
+    );
     true
 }
 
