@@ -114,8 +114,8 @@ fn far_rows(s: &mut Stepper, len: usize) -> Vec<f32> {
 }
 
 /// Mean divergence that each format may have from float32 keys and values: one and a half times the largest of
-/// the five checkpoints, measured on the reference on 2026-11-30 over the last 48 rows of 1,050 tokens where
-/// keys are values and of 200 elsewhere (3.9e-5, 7.8e-3 and 3.9e-2). Random weights are harder on a format than
+/// the five checkpoints, measured on the reference on 2026-11-30 over the last 48 rows of 1,050 tokens of
+/// the dense and the routed model where keys are values, and of 200 elsewhere (3.9e-5, 7.8e-3 and 3.9e-2). Random weights are harder on a format than
 /// trained ones.
 const A03_BOUNDS: [(KvFormat, f64); 3] =
     [(KvFormat::F16, 6e-5), (KvFormat::Bf16, 1.2e-2), (KvFormat::Q8_0, 6e-2)];
@@ -178,7 +178,7 @@ fn a03_every_kv_format_where_keys_are_values_moe() {
 
 #[test]
 fn a03_every_kv_format_where_keys_are_values_unified() {
-    a03("unified12b", 1050);
+    a03("unified12b", 300);
 }
 
 #[test]
@@ -347,13 +347,15 @@ fn a06_reported_probabilities_are_those_of_capped_logits() {
 
 const POISON: u32 = 77;
 
-/// Any row with token 77 gets an embedding of infinities, which every later norm turns into no number.
+/// Any row with token 77 gets an embedding of infinities, which the first norm turns into no number.
 fn poisoned() -> Hooks {
+    // A batch must be finite when it arrives, so the last step to infinity is taken inside the pass; other
+    // rows come back from it exactly.
     let mut hooks = Hooks::batch(|model, batch: &mut Batch| {
         for row in 0..batch.tokens.len() {
             if batch.tokens[row] == POISON as i32 {
                 batch.soft_rows.push(row as i32);
-                batch.soft_values.extend(std::iter::repeat_n(f32::INFINITY, model.config.hidden));
+                batch.soft_values.extend(std::iter::repeat_n(f32::MAX, model.config.hidden));
             }
         }
     });
@@ -361,6 +363,8 @@ fn poisoned() -> Hooks {
         verb.run(s);
         if let Verb::Embed(x, ..) = verb {
             s.inject_soft(x);
+            s.scale(x, 4.0);
+            s.scale(x, 0.25);
         }
     })
     .verb;

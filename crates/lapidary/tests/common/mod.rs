@@ -51,12 +51,16 @@ impl Default for Setup {
     }
 }
 
+pub fn config(checkpoint: &Checkpoint) -> Config {
+    Config::from_checkpoint(checkpoint).expect("config is read")
+}
+
 pub fn stepper(folder: &Path, on: On, setup: Setup) -> Stepper {
     let checkpoint = Checkpoint::open(folder).expect("checkpoint opens");
     let mut backend = on.backend();
     let limits = Limits { rows: setup.rows, head_rows: setup.head_rows };
     let options = BuildOptions { limits, embed_scale: setup.scale };
-    let config = Config::from_checkpoint(&checkpoint).expect("config is read");
+    let config = config(&checkpoint);
     let model =
         Model::build(config, &checkpoint, backend.as_mut(), &options, &mut |_| {}).expect("model builds");
     let runner = Runner::new(model, backend, [setup.kv; 2], setup.context).expect("pools fit");
