@@ -2,7 +2,7 @@
 
 use clap::{Parser, Subcommand};
 
-use crate::commands::{bench, check, completions, dump, inspect, tokenize};
+use crate::commands::{bench, chat, check, completions, dump, inspect, run, tokenize};
 #[cfg(feature = "hub")]
 use crate::commands::{list, pull, rm};
 
@@ -26,6 +26,10 @@ pub struct Cli {
 
 #[derive(Debug, Subcommand)]
 pub enum Command {
+    /// Answer or complete one prompt.
+    Run(run::Args),
+    /// Hold a conversation.
+    Chat(chat::Args),
     /// Show what is in a model and how much memory it takes.
     Inspect(inspect::Args),
     /// Check that this machine and a model are ready.

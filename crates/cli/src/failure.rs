@@ -66,7 +66,8 @@ fn one_line(text: &str) -> String {
     text.replace(['\n', '\r'], " ")
 }
 
-fn broken_pipe(error: &anyhow::Error) -> bool {
+/// Whether the reader of stdout is gone.
+pub fn broken_pipe(error: &anyhow::Error) -> bool {
     let io = error.chain().find_map(|e| e.downcast_ref::<io::Error>());
     io.is_some_and(|e| e.kind() == io::ErrorKind::BrokenPipe)
 }
@@ -78,7 +79,8 @@ fn remedy(error: &anyhow::Error) -> Option<&'static str> {
         let model = e.downcast_ref().map(of_model);
         let device = e.downcast_ref().map(of_device);
         let engine = e.downcast_ref().map(of_engine);
-        weights.or(model).or(device).or(engine)
+        let front = e.downcast_ref().map(of_front);
+        weights.or(model).or(device).or(engine).or(front)
     });
     any.flatten()
 }
@@ -141,6 +143,22 @@ fn of_engine(error: &lapidary_engine::Error) -> Option<&'static str> {
         ContextFull { .. } => Some("raise --ctx or shorten the prompt"),
         NonFiniteLogits { .. } => Some("check the model's files with check --full"),
         Backend(e) => of_device(e),
+        _ => None,
+    }
+}
+
+fn of_front(error: &lapidary::Error) -> Option<&'static str> {
+    use lapidary::Error::*;
+    match error {
+        Weights(e) => of_weights(e),
+        Model(e) => of_model(e),
+        Backend(e) => of_device(e),
+        Engine(e) => of_engine(e),
+        Io { source, .. } => of_io(source.kind()),
+        NoTokenizer { .. } => Some("put it beside the weights"),
+        GenerationConfig { .. } => Some("correct the file or take it away"),
+        VocabularyMismatch { .. } => Some("check that tokenizer and weights belong together"),
+        Text(_) => Some("fetch the tokenizer's and template's files again"),
         _ => None,
     }
 }

@@ -14,7 +14,9 @@ mod load;
 mod model_args;
 mod progress;
 mod report;
+mod sampling_args;
 mod source;
+mod speak;
 
 use std::process::ExitCode;
 

@@ -3,11 +3,7 @@
 use std::ffi::OsString;
 
 use clap::{Args, ValueEnum};
-use lapidary_cpu::{Compute, Level};
-use lapidary_model::EmbedScale;
-use lapidary_ops::KvFormat;
-
-use crate::load::LoadOptions;
+use lapidary::{Compute, EmbedScale, KvFormat, Level, LoadOptions};
 
 /// Longest context that can be asked for; every byte count of it fits 64 bits.
 const MAX_CONTEXT: i64 = 1 << 24;
@@ -53,7 +49,7 @@ pub struct DeviceArgs {
     #[arg(long, value_enum, default_value_t = Device::Cpu)]
     pub device: Device,
     /// Arithmetic: f32 is exact, fast multiplies with quantised activations
-    #[arg(long, value_enum, default_value_t = ComputeArg::DEFAULT)]
+    #[arg(long, value_enum, default_value_t = ComputeArg::of(LoadOptions::default().compute))]
     pub compute: ComputeArg,
     /// Element type of stored keys and values; f32 with f32 arithmetic and f16 otherwise when not given
     #[arg(long, value_enum)]
@@ -93,11 +89,13 @@ pub enum ComputeArg {
 }
 
 impl ComputeArg {
-    /// What is used unasked.
-    pub const DEFAULT: ComputeArg = match LoadOptions::DEFAULT_COMPUTE {
-        Compute::F32 => ComputeArg::F32,
-        Compute::Fast => ComputeArg::Fast,
-    };
+    /// The flag's name for it.
+    pub fn of(compute: Compute) -> ComputeArg {
+        match compute {
+            Compute::F32 => ComputeArg::F32,
+            Compute::Fast => ComputeArg::Fast,
+        }
+    }
 
     /// The library's name for it.
     pub fn compute(self) -> Compute {

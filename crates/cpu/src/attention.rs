@@ -8,6 +8,7 @@
 
 use lapidary_ops::{Act, AttnSpec, PAGE_TOKENS};
 
+use crate::int8::activations::BLOCK;
 use crate::kv::{Side, decode};
 use crate::level::{Isa, for_level};
 use crate::linear::f32::{RowsView, dots};
@@ -64,6 +65,14 @@ impl CpuOps<'_> {
                     unit.finish(self, out);
                     self.scratch.attention = unit.memory;
                 }
+            }
+        }
+        if out.has_blocks() && !spec.head_dim.is_multiple_of(BLOCK) {
+            // A block of columns spans heads, which different workers wrote.
+            self.meet();
+            for r in self.own_rows() {
+                // SAFETY: the row is this worker's.
+                unsafe { out.quantise_row(self.isa(), r) }
             }
         }
         self.scratch.groups = groups;
@@ -123,6 +132,10 @@ impl CpuOps<'_> {
                     total = join(pass.isa, total, to, sums, &part[2..]);
                 }
                 math::scale(pass.isa, to, 1.0 / total.sum);
+                if d.is_multiple_of(BLOCK) {
+                    // SAFETY: as above.
+                    unsafe { out.quantise_part(pass.isa, row, head * d, d) }
+                }
             }
         }
     }
@@ -297,7 +310,12 @@ impl Unit<'_> {
             math::scale(ops.isa(), total, 1.0 / self.totals[i].sum);
             let col = (self.head * self.heads + i % self.heads) * self.d;
             // SAFETY: the columns belong to the rows and heads of the claimed unit.
-            unsafe { out.part_mut(self.first + i / self.heads, col, self.d) }.copy_from_slice(total);
+            unsafe {
+                out.part_mut(self.first + i / self.heads, col, self.d).copy_from_slice(total);
+                if self.d.is_multiple_of(BLOCK) {
+                    out.quantise_part(ops.isa(), self.first + i / self.heads, col, self.d);
+                }
+            }
         }
     }
 }

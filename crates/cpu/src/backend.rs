@@ -4,14 +4,15 @@ use std::sync::{Mutex, PoisonError};
 
 use lapidary_formats::{Format, TensorView};
 use lapidary_ops::{
-    Act, ActKind, ActRows, ActSpec, Backend, Batch, BatchShape, DeviceReport, Error, Gain, KernelReport,
-    KvPlan, KvRef, Mat, MemoryUse, Ops, Outcome, PAGE_TOKENS, Result,
+    Act, ActKind, ActRows, ActSpec, Backend, Batch, BatchShape, DeviceReport, Error, FileMap, Gain,
+    KernelReport, KvPlan, KvRef, Mat, MemoryUse, Ops, Outcome, PAGE_TOKENS, Result,
 };
 
 use crate::buffers::Buffer;
+use crate::int8;
 use crate::kv::{self, KvPools, Side};
 use crate::level::{Isa, Level};
-use crate::matrix::Matrix;
+use crate::matrix::{Maps, Matrix, Packing};
 use crate::ops::CpuOps;
 use crate::pass::{Pass, Scratch, Upload, Workspace};
 use crate::team::Team;
@@ -39,9 +40,10 @@ pub struct CpuOptions {
 }
 
 /// The CPU as a device.
-#[derive(Debug)]
 pub struct CpuBackend {
     isa: Isa,
+    compute: Compute,
+    maps: Vec<FileMap>,
     team: Team,
     acts: Vec<Buffer>,
     mats: Vec<Matrix>,
@@ -66,9 +68,6 @@ impl CpuBackend {
             let wanted = options.level.map_or("", Level::name);
             unsupported(format!("level {wanted} on a processor whose best is {}", Level::detect()))
         })?;
-        if options.compute == Compute::Fast {
-            return Err(unsupported("the fast mode is not built".into()));
-        }
         let workers = options.threads.unwrap_or_else(available_cores);
         if workers == 0 {
             return Err(Error::Device("a cpu team needs at least 1 thread".into()));
@@ -77,6 +76,8 @@ impl CpuBackend {
             Team::new(workers).map_err(|e| Error::Device(format!("starting {workers} threads: {e}")))?;
         Ok(CpuBackend {
             isa,
+            compute: options.compute,
+            maps: Vec::new(),
             team,
             acts: Vec::new(),
             mats: Vec::new(),
@@ -95,6 +96,17 @@ impl CpuBackend {
         self.team.sync().workers()
     }
 
+    fn packing(&self) -> Packing<'_> {
+        let int8 = self.compute == Compute::Fast;
+        Packing { isa: self.isa, int8, team: &self.team, maps: Maps(&self.maps) }
+    }
+
+    fn keep(&mut self, matrix: Matrix) -> Result<Mat> {
+        let handle = Mat(u32::try_from(self.mats.len()).map_err(|_| too_many("matrices"))?);
+        self.mats.push(matrix);
+        Ok(handle)
+    }
+
     /// Rows that every buffer with rows of kind `rows` has.
     fn row_limit(&self, rows: ActRows) -> usize {
         let of_kind = self.acts.iter().filter(|a| a.spec.rows == rows);
@@ -102,36 +114,56 @@ impl CpuBackend {
     }
 }
 
+impl std::fmt::Debug for CpuBackend {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("CpuBackend")
+            .field("level", &self.isa.level())
+            .field("compute", &self.compute)
+            .field("threads", &self.threads())
+            .field("matrices", &self.mats.len())
+            .finish_non_exhaustive()
+    }
+}
+
 impl Backend for CpuBackend {
     fn report(&self) -> DeviceReport {
         let level = self.isa.level();
-        let kernels = Format::ALL.map(|format| KernelReport {
-            format,
-            kernel: match format {
-                Format::F32 => format!("f32 x f32, {level}"),
-                _ => format!("decoded to f32, f32 x f32, {level}"),
-            },
-            fallback: level == Level::Scalar,
+        let fast = self.compute == Compute::Fast;
+        let kernels = Format::ALL.map(|format| {
+            let int8 = if fast { int8::kernel_name(self.isa, format) } else { None };
+            let kernel = match (int8, format) {
+                (Some(name), _) => format!("int8 x {format}, {name}"),
+                (None, Format::F32) => format!("f32 x f32, {level}"),
+                (None, _) => format!("decoded to f32, f32 x f32, {level}"),
+            };
+            KernelReport { format, kernel, fallback: level == Level::Scalar }
         });
         DeviceReport {
             backend: "cpu",
             device: processor_name(),
             level: level.name().to_string(),
             units: self.threads(),
-            mode: "f32",
+            mode: if fast { "fast" } else { "f32" },
             kernels: kernels.to_vec(),
         }
     }
 
+    fn hold(&mut self, maps: &[FileMap]) {
+        self.maps.extend_from_slice(maps);
+    }
+
     fn pack(&mut self, parts: &[TensorView<'_>], group_rows: usize) -> Result<Mat> {
-        let matrix = Matrix::new(parts)?;
+        let matrix = Matrix::new(self.packing(), parts)?;
         if group_rows == 0 || !matrix.rows.is_multiple_of(group_rows) {
             let reason = format!("{} rows are not a whole number of groups of {group_rows}", matrix.rows);
             return Err(Error::Tensor { tensor: parts[0].name.clone(), reason });
         }
-        let handle = Mat(u32::try_from(self.mats.len()).map_err(|_| too_many("matrices"))?);
-        self.mats.push(matrix);
-        Ok(handle)
+        self.keep(matrix)
+    }
+
+    fn pack_rows(&mut self, part: &TensorView<'_>) -> Result<Mat> {
+        let matrix = Matrix::table(self.packing(), part)?;
+        self.keep(matrix)
     }
 
     fn vector(&mut self, name: &str, values: &[f32]) -> Result<Gain> {
@@ -146,7 +178,7 @@ impl Backend for CpuBackend {
 
     fn activation(&mut self, spec: ActSpec) -> Result<Act> {
         let handle = Act(u16::try_from(self.acts.len()).map_err(|_| too_many("activations"))?);
-        self.acts.push(Buffer::new(spec)?);
+        self.acts.push(Buffer::new(spec, self.compute == Compute::Fast)?);
         Ok(handle)
     }
 
@@ -261,7 +293,7 @@ impl Backend for CpuBackend {
         MemoryUse {
             weights: self.mats.iter().map(Matrix::bytes).sum::<usize>()
                 + self.gains.iter().map(|g| g.len() * size_of::<f32>()).sum::<usize>(),
-            mapped: 0,
+            mapped: self.mats.iter().map(Matrix::mapped).sum(),
             activations: self.acts.iter().map(Buffer::bytes).sum::<usize>()
                 + workspace
                 + self.scratch.iter().map(lock).sum::<usize>(),

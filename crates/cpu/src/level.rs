@@ -75,7 +75,6 @@ impl Isa {
     }
 
     /// Whether AVX-512 VNNI may be used beside the level.
-    #[allow(dead_code)]
     pub fn vnni(self) -> bool {
         self.vnni
     }

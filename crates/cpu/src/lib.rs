@@ -14,6 +14,7 @@
 mod attention;
 mod backend;
 mod buffers;
+mod int8;
 mod kv;
 mod level;
 mod linear;

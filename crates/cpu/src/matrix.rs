@@ -1,13 +1,40 @@
 //! Weight matrices as the backend holds them.
 //!
-//! Weights stay in the bytes of their file format and are decoded a tile of rows at a time. The trait lends
-//! views for the length of a call only, so the bytes are copied into owned memory; use in place from a memory
-//! map needs a promise that the signature does not give.
+//! A part is packed into int8 [tiles](Tiles) where the mode and the format have a kernel for them. Otherwise it
+//! keeps the bytes of its file format, in place where they lie in a file map that the backend holds, else
+//! copied; a tile of rows is decoded at a time. A part is never held in two forms.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use lapidary_formats::{Format, Scales, TensorView};
-use lapidary_ops::{Error, Result};
+use lapidary_ops::{Error, FileMap, Result};
 
+use crate::int8::tiles::Tiles;
+use crate::level::Isa;
 use crate::memory::Aligned;
+use crate::team::Team;
+
+/// What taking over a matrix needs of its backend.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Packing<'a> {
+    pub isa: Isa,
+    /// Whether to pack for int8 products.
+    pub int8: bool,
+    pub team: &'a Team,
+    pub maps: Maps<'a>,
+}
+
+/// The file maps that the backend holds.
+#[derive(Clone, Copy)]
+pub(crate) struct Maps<'a>(pub &'a [FileMap]);
+
+impl std::fmt::Debug for Maps<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} maps", self.0.len())
+    }
+}
 
 /// A matrix of stacked parts, `[rows, cols]` = `[outputs, inputs]`.
 #[derive(Debug)]
@@ -26,12 +53,48 @@ pub(crate) struct Part {
     /// Row of the matrix that is this part's first.
     pub first_row: usize,
     /// The weights.
-    pub weights: FileRows,
+    pub weights: Weights,
+}
+
+/// The weights of a part.
+#[derive(Debug)]
+pub(crate) enum Weights {
+    /// In the bytes of their format.
+    File(FileRows),
+    /// Packed.
+    Tiles(Tiles),
 }
 
 impl Matrix {
-    /// Copies and checks the parts.
-    pub fn new(parts: &[TensorView<'_>]) -> Result<Matrix> {
+    /// Takes over and checks the parts.
+    pub fn new(packing: Packing<'_>, parts: &[TensorView<'_>]) -> Result<Matrix> {
+        Matrix::of(parts, |part| {
+            if packing.int8
+                && let Some(tiles) = pack(packing, part)?
+            {
+                return Ok(Weights::Tiles(tiles));
+            }
+            in_row_chunks(packing.team, part, |chunk, _| check(chunk))?;
+            FileRows::new(part, packing.maps).map(Weights::File)
+        })
+    }
+
+    /// Takes over a matrix that is only looked up in. Where it stays in a file map its values are not read, so
+    /// that a table of gigabytes costs nothing to load.
+    pub fn table(packing: Packing<'_>, part: &TensorView<'_>) -> Result<Matrix> {
+        Matrix::of(std::slice::from_ref(part), |part| {
+            let shaped = part.format.row_bytes(part.cols).and_then(|b| b.checked_mul(part.rows));
+            let plain = matches!(part.scales, Scales::None) && !takes_scales(part.format);
+            if !(plain && part.rows > 0 && part.cols > 0 && shaped == Some(part.bytes.len())) {
+                check(part)?;
+            } else if find(packing.maps, part.bytes).is_none() {
+                in_row_chunks(packing.team, part, |chunk, _| check(chunk))?;
+            }
+            FileRows::new(part, packing.maps).map(Weights::File)
+        })
+    }
+
+    fn of(parts: &[TensorView<'_>], take: impl Fn(&TensorView<'_>) -> Result<Weights>) -> Result<Matrix> {
         let Some(first) = parts.first() else {
             return Err(Error::Tensor { tensor: "matrix".into(), reason: "has no parts".into() });
         };
@@ -41,15 +104,20 @@ impl Matrix {
                 let reason = format!("has {} columns, {} has {}", part.cols, first.name, first.cols);
                 return Err(Error::Tensor { tensor: part.name.clone(), reason });
             }
-            matrix.parts.push(Part { first_row: matrix.rows, weights: FileRows::new(part)? });
+            matrix.parts.push(Part { first_row: matrix.rows, weights: take(part)? });
             matrix.rows += part.rows;
         }
         Ok(matrix)
     }
 
-    /// Bytes held.
+    /// Bytes owned.
     pub fn bytes(&self) -> usize {
         self.parts.iter().map(|p| p.weights.bytes()).sum()
+    }
+
+    /// Bytes used in place.
+    pub fn mapped(&self) -> usize {
+        self.parts.iter().map(|p| p.weights.mapped()).sum()
     }
 
     /// The part that holds row `row`.
@@ -67,6 +135,134 @@ impl Matrix {
         let part = self.part_of(row);
         part.weights.decode_row(row - part.first_row, out);
     }
+
+    /// Whether every part but the last is whole tiles of `tile` rows, so that row `tile * i` starts one.
+    pub fn is_aligned(&self, tile: usize) -> bool {
+        self.parts.iter().all(|p| p.first_row.is_multiple_of(tile))
+    }
+}
+
+impl Weights {
+    /// Outputs.
+    pub fn rows(&self) -> usize {
+        match self {
+            Weights::File(file) => file.view.rows,
+            Weights::Tiles(tiles) => tiles.rows,
+        }
+    }
+
+    /// Inputs.
+    pub fn cols(&self) -> usize {
+        match self {
+            Weights::File(file) => file.view.cols,
+            Weights::Tiles(tiles) => tiles.cols,
+        }
+    }
+
+    fn bytes(&self) -> usize {
+        match self {
+            Weights::File(file) => file.bytes(),
+            Weights::Tiles(tiles) => tiles.bytes(),
+        }
+    }
+
+    fn mapped(&self) -> usize {
+        match self {
+            Weights::File(file) => file.mapped(),
+            Weights::Tiles(_) => 0,
+        }
+    }
+
+    /// Decodes row `row` exactly.
+    pub fn decode_row(&self, row: usize, out: &mut [f32]) {
+        match self {
+            Weights::File(file) => lapidary_formats::decode_row(&file.view, row, out),
+            Weights::Tiles(tiles) => tiles.decode_row(row, out),
+        }
+    }
+
+    /// Rows `first .. first + rows` as they stand in memory, where they are float32 already.
+    pub fn floats(&self, first: usize, rows: usize) -> Option<&[f32]> {
+        match self {
+            Weights::File(file) => file.floats(first, rows),
+            Weights::Tiles(_) => None,
+        }
+    }
+}
+
+fn check(view: &TensorView<'_>) -> Result<()> {
+    lapidary_formats::validate(view)
+        .map_err(|e| Error::Tensor { tensor: view.name.clone(), reason: e.to_string() })
+}
+
+/// Packs `view` if its format is one that is packed.
+fn pack(packing: Packing<'_>, view: &TensorView<'_>) -> Result<Option<Tiles>> {
+    if !crate::int8::is_packed(view.format) || view.cols == 0 {
+        return Ok(None);
+    }
+    if view.format.row_bytes(view.cols).and_then(|b| b.checked_mul(view.rows)) != Some(view.bytes.len()) {
+        // Names what is wrong.
+        check(view)?;
+    }
+    let Some(tiles) = Tiles::empty(packing.isa, view)? else { return Ok(None) };
+    in_row_chunks(packing.team, view, |chunk, rows| {
+        check(chunk)?;
+        for tile in rows.start / CHUNK_OF..rows.end.div_ceil(CHUNK_OF) {
+            // SAFETY: chunks start on whole tiles and each is handed to one worker.
+            unsafe { tiles.pack_tile(view, tile) }
+        }
+        Ok(())
+    })?;
+    Ok(Some(tiles))
+}
+
+/// Chunks that workers claim start on this many rows.
+const CHUNK_OF: usize = 16;
+/// Bytes of a chunk, about.
+const CHUNK_BYTES: usize = 1 << 18;
+
+/// Runs `f` on all rows of `view` in chunks, on the whole team; the error of the first chunk that has one.
+fn in_row_chunks(
+    team: &Team,
+    view: &TensorView<'_>,
+    f: impl Fn(&TensorView<'_>, Range<usize>) -> Result<()> + Sync,
+) -> Result<()> {
+    let shaped = view.format.row_bytes(view.cols).and_then(|b| b.checked_mul(view.rows));
+    let row_bytes = view.format.row_bytes(view.cols).unwrap_or(0);
+    let rows = (CHUNK_BYTES / row_bytes.max(1)).next_multiple_of(CHUNK_OF).max(CHUNK_OF);
+    let sliceable =
+        shaped == Some(view.bytes.len()) && matches!(view.scales, Scales::None | Scales::Tensor(_));
+    if !sliceable || view.rows <= rows {
+        return f(view, 0..view.rows);
+    }
+    let next = AtomicUsize::new(0);
+    let first_error: Mutex<Option<(usize, Error)>> = Mutex::new(None);
+    let done = team.run(&|_| {
+        loop {
+            let start = next.fetch_add(rows, Ordering::Relaxed);
+            if start >= view.rows {
+                return;
+            }
+            let count = rows.min(view.rows - start);
+            if let Err(error) = f(&view.slice_rows(start, count), start..start + count) {
+                let mut first = first_error.lock().unwrap_or_else(PoisonError::into_inner);
+                if first.as_ref().is_none_or(|(at, _)| start < *at) {
+                    *first = Some((start, error));
+                }
+                return;
+            }
+        }
+    });
+    done.map_err(|message| Error::WorkerPanicked { message })?;
+    match first_error.into_inner().unwrap_or_else(PoisonError::into_inner) {
+        Some((_, error)) => Err(error),
+        None => Ok(()),
+    }
+}
+
+/// Formats whose scales must come beside the codes.
+fn takes_scales(format: Format) -> bool {
+    matches!(format, Format::Fp8E4M3 | Format::Nvfp4 | Format::Int4G32)
 }
 
 /// Rows in the bytes of their file format.
@@ -74,23 +270,89 @@ impl Matrix {
 pub(crate) struct FileRows {
     /// Points into `codes` and `block_scales`, which live and stay where they are as long as this does.
     view: TensorView<'static>,
-    codes: Aligned,
-    block_scales: Aligned,
+    codes: Bytes,
+    block_scales: Bytes,
+}
+
+/// Bytes that stay where they are.
+enum Bytes {
+    Owned(Aligned),
+    /// Inside a file map, which is kept alive.
+    Mapped {
+        _map: FileMap,
+        start: *const u8,
+        len: usize,
+    },
+}
+
+// SAFETY: mapped bytes are only read, and the map behind the pointer is itself `Send` and `Sync`.
+unsafe impl Send for Bytes {}
+// SAFETY: as above.
+unsafe impl Sync for Bytes {}
+
+impl std::fmt::Debug for Bytes {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Bytes::Owned(own) => write!(f, "{} bytes", own.len()),
+            Bytes::Mapped { len, .. } => write!(f, "{len} mapped bytes"),
+        }
+    }
+}
+
+/// The map that holds `bytes`.
+fn find(maps: Maps<'_>, bytes: &[u8]) -> Option<FileMap> {
+    let at = bytes.as_ptr_range();
+    let holds = |map: &&FileMap| {
+        let all = (***map).as_ref().as_ptr_range();
+        all.start <= at.start && at.end <= all.end
+    };
+    if bytes.is_empty() { None } else { maps.0.iter().find(holds).map(Arc::clone) }
+}
+
+impl Bytes {
+    /// `bytes` in place where a map holds them, else a copy.
+    fn of(bytes: &[u8], maps: Maps<'_>, what: &str) -> Result<Bytes> {
+        match find(maps, bytes) {
+            Some(map) => Ok(Bytes::Mapped { _map: map, start: bytes.as_ptr(), len: bytes.len() }),
+            None => Aligned::copy_of(bytes, what).map(Bytes::Owned),
+        }
+    }
+
+    fn none() -> Result<Bytes> {
+        Aligned::zeroed(0, "no scales").map(Bytes::Owned)
+    }
+
+    /// # Safety
+    /// The slice is not used after `self` is dropped.
+    unsafe fn lend(&self) -> &'static [u8] {
+        match self {
+            // SAFETY: `Aligned` memory never moves and is not written after the copy; the caller answers for
+            // the lifetime.
+            Bytes::Owned(own) => unsafe { std::slice::from_raw_parts(own.start().cast_const(), own.len()) },
+            // SAFETY: the map is kept alive and lends its bytes unchanged; the caller answers for the lifetime.
+            Bytes::Mapped { start, len, .. } => unsafe { std::slice::from_raw_parts(*start, *len) },
+        }
+    }
+
+    fn owned(&self) -> usize {
+        if let Bytes::Owned(own) = self { own.len() } else { 0 }
+    }
+
+    fn mapped(&self) -> usize {
+        if let Bytes::Mapped { len, .. } = self { *len } else { 0 }
+    }
 }
 
 impl FileRows {
-    fn new(view: &TensorView<'_>) -> Result<FileRows> {
-        lapidary_formats::validate(view)
-            .map_err(|e| Error::Tensor { tensor: view.name.clone(), reason: e.to_string() })?;
-        let codes = Aligned::copy_of(view.bytes, &view.name)?;
+    fn new(view: &TensorView<'_>, maps: Maps<'_>) -> Result<FileRows> {
+        let codes = Bytes::of(view.bytes, maps, &view.name)?;
         let block_scales = match &view.scales {
-            Scales::Nvfp4 { blocks, .. } => Aligned::copy_of(blocks, &view.name)?,
-            Scales::Group32Bf16(bytes) => Aligned::copy_of(bytes, &view.name)?,
-            _ => Aligned::zeroed(0, &view.name)?,
+            Scales::Nvfp4 { blocks, .. } => Bytes::of(blocks, maps, &view.name)?,
+            Scales::Group32Bf16(bytes) => Bytes::of(bytes, maps, &view.name)?,
+            _ => Bytes::none()?,
         };
-        // SAFETY: `Aligned` memory never moves, is not written after this, and is freed only when `FileRows` is
-        // dropped. The view is private and lent out with the lifetime of `&self` only.
-        let own = |a: &Aligned| unsafe { std::slice::from_raw_parts(a.start().cast_const(), a.len()) };
+        // SAFETY: the view is private, lent out with the lifetime of `&self` only, and dropped with the bytes.
+        let (bytes, scale_bytes) = unsafe { (codes.lend(), block_scales.lend()) };
         let scales = match &view.scales {
             Scales::None => Scales::None,
             Scales::Tensor(s) => Scales::Tensor(*s),
@@ -98,23 +360,12 @@ impl FileRows {
             Scales::Block128 { values, first_row } => {
                 Scales::Block128 { values: values.clone(), first_row: *first_row }
             }
-            Scales::Nvfp4 { tensor, .. } => Scales::Nvfp4 { blocks: own(&block_scales), tensor: *tensor },
-            Scales::Group32Bf16(_) => Scales::Group32Bf16(own(&block_scales)),
+            Scales::Nvfp4 { tensor, .. } => Scales::Nvfp4 { blocks: scale_bytes, tensor: *tensor },
+            Scales::Group32Bf16(_) => Scales::Group32Bf16(scale_bytes),
         };
-        let view = TensorView {
-            name: view.name.clone(),
-            rows: view.rows,
-            cols: view.cols,
-            format: view.format,
-            bytes: own(&codes),
-            scales,
-        };
+        let (name, rows, cols, format) = (view.name.clone(), view.rows, view.cols, view.format);
+        let view = TensorView { name, rows, cols, format, bytes, scales };
         Ok(FileRows { view, codes, block_scales })
-    }
-
-    /// Outputs.
-    pub fn rows(&self) -> usize {
-        self.view.rows
     }
 
     fn bytes(&self) -> usize {
@@ -123,16 +374,14 @@ impl FileRows {
             Scales::Block128 { values, .. } => values.len() * size_of::<f32>(),
             _ => 0,
         };
-        self.codes.len() + self.block_scales.len() + scales
+        self.codes.owned() + self.block_scales.owned() + scales
     }
 
-    /// Decodes row `row` exactly.
-    pub fn decode_row(&self, row: usize, out: &mut [f32]) {
-        lapidary_formats::decode_row(&self.view, row, out);
+    fn mapped(&self) -> usize {
+        self.codes.mapped() + self.block_scales.mapped()
     }
 
-    /// Rows `first .. first + rows` as they stand in memory, where they are float32 already.
-    pub fn floats(&self, first: usize, rows: usize) -> Option<&[f32]> {
+    fn floats(&self, first: usize, rows: usize) -> Option<&[f32]> {
         if self.view.format != Format::F32 || cfg!(target_endian = "big") {
             return None;
         }

@@ -4,15 +4,20 @@
 //! chose is not touched. Every choice's output is kept apart until all are there and summed in router order, so
 //! grouping changes no bit. Non-finite router logits give valid experts and non-finite weights.
 
+use std::ops::Range;
+
 use lapidary_ops::{Act, ExpertSpec, RouteSpec};
 
 use crate::buffers::Buffer;
-use crate::linear::f32::{RowsView, dots};
-use crate::linear::{TILE, X_BLOCK, weight_tile};
+use crate::int8::activations::{BLOCK, QuantRows, quantise_at, row_bytes};
+use crate::level::{Isa, for_level};
+use crate::linear::f32::RowsView;
+use crate::linear::{Inputs, TILE, X_BLOCK, tile_values};
 use crate::math;
 use crate::matrix::Matrix;
 use crate::memory::Grow;
 use crate::ops::{CpuOps, Scope};
+use crate::pass::Workspace;
 
 impl CpuOps<'_> {
     /// `out[r] = [ids, weights]`.
@@ -71,13 +76,11 @@ impl CpuOps<'_> {
             experts: std::mem::take(&mut self.scratch.experts),
         };
         plan.group(routes, self.rows, spec);
-        // The workspace holds each choice's hidden values, then each choice's outputs.
-        let choices = self.rows * k;
-        let outputs = choices * width;
-        self.need_workspace(outputs + choices * hidden);
-        self.gate_and_up(x, gate_up, spec, &plan);
+        let choices = Choices::new(self.pass.workspace, width, hidden, self.rows * k, x.has_blocks());
+        self.need_workspace(choices.floats());
+        self.gate_and_up(x, gate_up, spec, &plan, choices);
         self.meet();
-        self.down(down, spec, &plan, hidden, outputs);
+        self.down(down, spec, &plan, choices);
         self.meet();
         for r in self.own_rows() {
             // SAFETY: the row is this worker's; writes to the routes and the workspace have ended.
@@ -85,75 +88,218 @@ impl CpuOps<'_> {
             to.fill(0.0);
             for (i, &weight) in weights.iter().enumerate() {
                 // SAFETY: as above.
-                let y = unsafe { self.pass.workspace.part(outputs + (r * k + i) * hidden, hidden) };
-                for (o, &v) in to.iter_mut().zip(&*y) {
-                    *o += weight * v;
-                }
+                add_weighted(self.isa(), to, weight, unsafe { choices.output(r * k + i, 0, hidden) });
             }
         }
         self.scratch.by_expert = plan.by_expert;
         self.scratch.experts = plan.experts;
     }
 
-    fn gate_and_up(&mut self, x: &Buffer, gate_up: &Matrix, spec: &ExpertSpec, plan: &Plan) {
-        let (pass, isa, width, k) = (self.pass, self.isa(), spec.width, x.width());
-        let tiles = width.div_ceil(TILE);
-        while let Some(claim) = self.claim(0, 1, plan.experts.len() * tiles) {
+    fn gate_and_up(
+        &mut self,
+        x: &Buffer,
+        gate_up: &Matrix,
+        spec: &ExpertSpec,
+        plan: &Plan,
+        choices: Choices<'_>,
+    ) {
+        let (isa, width, k) = (self.isa(), spec.width, spec.top_k);
+        // SAFETY: nobody writes x during this verb.
+        let row_of = |choice: usize| unsafe { Inputs::of(x, choice / k, 1) };
+        let units = Units::new(plan, width, self.workers());
+        while let Some(claim) = self.claim(0, 1, units.count()) {
             for unit in claim {
-                let (expert, from, count) = plan.experts[unit / tiles];
-                let first = unit % tiles * TILE;
-                let rows = TILE.min(width - first);
+                let (expert, picked, columns) = units.unit(plan, unit);
                 let scratch = &mut *self.scratch;
-                let base = expert * 2 * width + first;
-                let gate = rows_of(gate_up, base, rows, k, &mut scratch.tile);
-                let up = rows_of(gate_up, base + width, rows, k, &mut scratch.tile2);
-                let gates = scratch.results.get(X_BLOCK * TILE);
-                let ups = scratch.results2.get(X_BLOCK * TILE);
-                for block in plan.by_expert[from..from + count].chunks(X_BLOCK) {
-                    let gathered = gather(&mut scratch.gathered, block, k, |choice| {
-                        // SAFETY: nobody writes x during this verb.
-                        unsafe { x.row(choice / spec.top_k) }
-                    });
-                    dots(isa, gathered, gate, k, gates, TILE);
-                    dots(isa, gathered, up, k, ups, TILE);
-                    let results = gates.chunks(TILE).zip(ups.chunks(TILE));
-                    for (&(_, choice), (g, u)) in block.iter().zip(results) {
-                        // SAFETY: these values of the choice belong to the claimed tile.
-                        let to = unsafe { pass.workspace.part(choice * width + first, rows) };
-                        math::gate(isa, spec.activation, &g[..rows], &u[..rows], to);
+                let gate = expert * 2 * width;
+                for block in picked.chunks(X_BLOCK) {
+                    let inputs = scratch.gathered.take(block, row_of);
+                    for col in columns.clone().step_by(BLOCK) {
+                        let end = columns.end.min(col + BLOCK);
+                        for first in (col..end).step_by(TILE) {
+                            let rows = TILE.min(end - first);
+                            let gates = scratch.results.get(X_BLOCK * TILE);
+                            let ups = scratch.results2.get(X_BLOCK * TILE);
+                            expert_tile(isa, gate_up, gate + first, rows, inputs, &mut scratch.tile, gates);
+                            expert_tile(
+                                isa,
+                                gate_up,
+                                gate + width + first,
+                                rows,
+                                inputs,
+                                &mut scratch.tile,
+                                ups,
+                            );
+                            let results = gates.chunks(TILE).zip(ups.chunks(TILE));
+                            for (&(_, choice), (g, u)) in block.iter().zip(results) {
+                                // SAFETY: these values of the choice belong to the claimed unit.
+                                let to = unsafe { choices.hidden(choice, first, rows) };
+                                math::gate(isa, spec.activation, &g[..rows], &u[..rows], to);
+                            }
+                        }
+                        for &(_, choice) in block {
+                            // SAFETY: as above.
+                            unsafe { choices.quantise(isa, choice, col, end - col) }
+                        }
                     }
                 }
             }
         }
     }
 
-    fn down(&mut self, down: &Matrix, spec: &ExpertSpec, plan: &Plan, hidden: usize, outputs: usize) {
-        let (pass, isa, width) = (self.pass, self.isa(), spec.width);
-        let tiles = hidden.div_ceil(TILE);
-        while let Some(claim) = self.claim(0, 1, plan.experts.len() * tiles) {
+    fn down(&mut self, down: &Matrix, spec: &ExpertSpec, plan: &Plan, choices: Choices<'_>) {
+        let (isa, hidden) = (self.isa(), choices.outputs);
+        // SAFETY: the meeting before ended all writes to the hidden values.
+        let row_of = |choice: usize| unsafe { choices.inputs(choice) };
+        let units = Units::new(plan, hidden, self.workers());
+        debug_assert_eq!(down.rows, spec.experts * hidden);
+        while let Some(claim) = self.claim(0, 1, units.count()) {
             for unit in claim {
-                let (expert, from, count) = plan.experts[unit / tiles];
-                let first = unit % tiles * TILE;
-                let rows = TILE.min(hidden - first);
+                let (expert, picked, columns) = units.unit(plan, unit);
                 let scratch = &mut *self.scratch;
-                let w = rows_of(down, expert * hidden + first, rows, width, &mut scratch.tile);
-                let results = scratch.results.get(X_BLOCK * TILE);
-                for block in plan.by_expert[from..from + count].chunks(X_BLOCK) {
-                    let gathered = gather(&mut scratch.gathered, block, width, |choice| {
-                        // SAFETY: the meeting before ended all writes to the hidden values.
-                        unsafe { &*pass.workspace.part(choice * width, width) }
-                    });
-                    dots(isa, gathered, w, width, results, TILE);
-                    for (&(_, choice), y) in block.iter().zip(results.chunks(TILE)) {
-                        // SAFETY: these outputs of the choice belong to the claimed tile.
-                        unsafe { pass.workspace.part(outputs + choice * hidden + first, rows) }
-                            .copy_from_slice(&y[..rows]);
+                for block in picked.chunks(X_BLOCK) {
+                    let inputs = scratch.gathered.take(block, row_of);
+                    for first in columns.clone().step_by(TILE) {
+                        let rows = TILE.min(columns.end - first);
+                        let results = scratch.results.get(X_BLOCK * TILE);
+                        expert_tile(
+                            isa,
+                            down,
+                            expert * hidden + first,
+                            rows,
+                            inputs,
+                            &mut scratch.tile,
+                            results,
+                        );
+                        for (&(_, choice), y) in block.iter().zip(results.chunks(TILE)) {
+                            // SAFETY: these outputs of the choice belong to the claimed unit.
+                            unsafe { choices.output(choice, first, rows) }.copy_from_slice(&y[..rows]);
+                        }
                     }
                 }
             }
         }
     }
 }
+
+/// Where the intermediate values of the choices (`row * top_k + place`) lie in the workspace.
+#[derive(Clone, Copy, Debug)]
+struct Choices<'a> {
+    workspace: &'a Workspace,
+    width: usize,
+    outputs: usize,
+    count: usize,
+    /// Floats of a choice's hidden values, rounded up.
+    hidden_stride: usize,
+    /// Floats that a choice's hidden values in int8 blocks take; 0 where there are none.
+    blocks_stride: usize,
+}
+
+impl<'a> Choices<'a> {
+    fn new(workspace: &'a Workspace, width: usize, outputs: usize, count: usize, int8: bool) -> Self {
+        let blocks_stride = if int8 { row_bytes(width) / size_of::<f32>() } else { 0 };
+        let hidden_stride = width.next_multiple_of(16);
+        Choices { workspace, width, outputs, count, hidden_stride, blocks_stride }
+    }
+
+    /// Floats of the workspace that are used: hidden values, their int8 blocks, outputs.
+    fn floats(&self) -> usize {
+        self.count * (self.hidden_stride + self.blocks_stride + self.outputs)
+    }
+
+    /// # Safety
+    /// As for [`Workspace::part`].
+    unsafe fn hidden(&self, choice: usize, col: usize, len: usize) -> &'a mut [f32] {
+        assert!(choice < self.count && col + len <= self.width);
+        // SAFETY: the caller's.
+        unsafe { self.workspace.part(choice * self.hidden_stride + col, len) }
+    }
+
+    /// # Safety
+    /// As for [`Workspace::part`].
+    unsafe fn output(&self, choice: usize, col: usize, len: usize) -> &'a mut [f32] {
+        assert!(choice < self.count && col + len <= self.outputs);
+        let before = self.count * (self.hidden_stride + self.blocks_stride);
+        // SAFETY: the caller's.
+        unsafe { self.workspace.part(before + choice * self.outputs + col, len) }
+    }
+
+    fn blocks_at(&self, choice: usize) -> usize {
+        assert!(choice < self.count);
+        self.count * self.hidden_stride + choice * self.blocks_stride
+    }
+
+    /// Quantises hidden values `col .. col + len`, if they are kept so.
+    ///
+    /// # Safety
+    /// Nobody else uses them meanwhile.
+    unsafe fn quantise(&self, isa: Isa, choice: usize, col: usize, len: usize) {
+        if self.blocks_stride > 0 {
+            // SAFETY: the caller's; other workers may use other columns, so no reference to the row is made.
+            unsafe {
+                let x = &*self.hidden(choice, col, len);
+                let row = self.workspace.pointer(self.blocks_at(choice), self.blocks_stride).cast::<u8>();
+                quantise_at(isa, row, self.width, col, x);
+            }
+        }
+    }
+
+    /// # Safety
+    /// Nobody writes the choice's hidden values while the inputs live.
+    unsafe fn inputs(&self, choice: usize) -> Inputs<'a> {
+        // SAFETY: the caller's.
+        unsafe {
+            let values = &*self.hidden(choice, 0, self.width);
+            let floats = RowsView { values, stride: self.hidden_stride, count: 1 };
+            let blocks = (self.blocks_stride > 0).then(|| {
+                let part = &*self.workspace.part(self.blocks_at(choice), self.blocks_stride);
+                let (bytes, width) = (bytes_of(part), self.width);
+                QuantRows { bytes, stride: bytes.len(), count: 1, width }
+            });
+            Inputs { floats, blocks }
+        }
+    }
+}
+
+fn bytes_of(floats: &[f32]) -> &[u8] {
+    // SAFETY: every float is four initialised bytes.
+    unsafe { std::slice::from_raw_parts(floats.as_ptr().cast(), size_of_val(floats)) }
+}
+
+/// The columns of the experts in use, cut into units that workers claim. A unit has whole blocks, so that its
+/// worker can quantise what it made.
+#[derive(Clone, Copy, Debug)]
+struct Units {
+    columns: usize,
+    columns_per_unit: usize,
+    per_expert: usize,
+    experts: usize,
+}
+
+impl Units {
+    fn new(plan: &Plan, columns: usize, workers: usize) -> Units {
+        let experts = plan.experts.len();
+        let blocks = columns.div_ceil(BLOCK);
+        let blocks_per_unit = (experts * blocks / (workers * UNITS_PER_WORKER)).clamp(1, blocks);
+        let columns_per_unit = blocks_per_unit * BLOCK;
+        Units { columns, columns_per_unit, per_expert: columns.div_ceil(columns_per_unit), experts }
+    }
+
+    fn count(&self) -> usize {
+        self.experts * self.per_expert
+    }
+
+    /// Expert, its choices and the columns of a unit.
+    fn unit<'p>(&self, plan: &'p Plan, unit: usize) -> (usize, &'p [(usize, usize)], Range<usize>) {
+        let (expert, from, count) = plan.experts[unit / self.per_expert];
+        let first = unit % self.per_expert * self.columns_per_unit;
+        let end = self.columns.min(first + self.columns_per_unit);
+        (expert, &plan.by_expert[from..from + count], first..end)
+    }
+}
+
+/// Units that each worker claims of one matrix of experts, about.
+const UNITS_PER_WORKER: usize = 12;
 
 /// Which choices go to which expert.
 #[derive(Debug)]
@@ -186,26 +332,71 @@ impl Plan {
     }
 }
 
-/// Rows of a stacked matrix that lie in one part, as float32.
-fn rows_of<'a>(matrix: &'a Matrix, first: usize, rows: usize, k: usize, tile: &'a mut Grow) -> RowsView<'a> {
+/// [`tile_values`] of rows of a stacked matrix that lie in one part.
+fn expert_tile(
+    isa: Isa,
+    matrix: &Matrix,
+    first: usize,
+    rows: usize,
+    x: Inputs<'_>,
+    decoded: &mut Grow,
+    out: &mut [f32],
+) {
     let part = matrix.part_of(first);
     let first = first - part.first_row;
     assert!(first + rows <= part.weights.rows(), "an expert's gate, up and down each lie in one part");
-    weight_tile(&part.weights, first, rows, k, tile.get(TILE * k.next_multiple_of(16)))
+    tile_values(isa, &part.weights, first, rows, x, decoded, out);
 }
 
-fn gather<'s, 'x>(
-    into: &'s mut Grow,
-    block: &[(usize, usize)],
-    k: usize,
-    row: impl Fn(usize) -> &'x [f32],
-) -> RowsView<'s> {
-    let stride = k.next_multiple_of(16);
-    let values = into.get(block.len() * stride);
-    for (&(_, choice), to) in block.iter().zip(values.chunks_mut(stride)) {
-        to[..k].copy_from_slice(row(choice));
+/// Rows gathered to stand side by side.
+#[derive(Debug, Default)]
+pub(crate) struct Gathered {
+    floats: Grow,
+    blocks: Grow,
+}
+
+impl Gathered {
+    /// The rows of the choices in `block`; a single one stays where it is.
+    fn take<'s, 'x: 's>(
+        &'s mut self,
+        block: &[(usize, usize)],
+        row: impl Fn(usize) -> Inputs<'x>,
+    ) -> Inputs<'s> {
+        let first = row(block[0].1);
+        if block.len() == 1 {
+            return first;
+        }
+        let (stride, count) = (first.floats.stride, block.len());
+        let width = first.floats.values.len();
+        let floats = self.floats.get(count * stride);
+        let block_floats = first.blocks.map_or(0, |b| b.stride / size_of::<f32>());
+        let blocks = self.blocks.get(count * block_floats);
+        for (i, &(_, choice)) in block.iter().enumerate() {
+            let from = row(choice);
+            floats[i * stride..][..width].copy_from_slice(from.floats.values);
+            if let Some(from) = from.blocks {
+                // SAFETY: every four bytes are a float32, and rows of int8 blocks start on 16 bytes.
+                let (_, from, _) = unsafe { from.bytes.align_to::<f32>() };
+                blocks[i * block_floats..][..block_floats].copy_from_slice(from);
+            }
+        }
+        let blocks = first.blocks.map(|b| QuantRows { bytes: bytes_of(blocks), count, ..b });
+        Inputs { floats: RowsView { values: floats, stride, count }, blocks }
     }
-    RowsView { values, stride, count: block.len() }
+
+    /// Bytes held.
+    pub fn bytes(&self) -> usize {
+        self.floats.bytes() + self.blocks.bytes()
+    }
+}
+
+for_level! {
+    /// `to = to + weight * y`.
+    pub fn add_weighted(to: &mut [f32], weight: f32, y: &[f32]) {
+        for (o, &v) in to.iter_mut().zip(y) {
+            *o += weight * v;
+        }
+    }
 }
 
 fn softmax(z: &[f32], p: &mut [f32]) {

@@ -131,6 +131,8 @@ impl Ops for CpuOps<'_> {
                 let (o, v) = unsafe { (to.row_mut(r), from.row(r)) };
                 norm::apply(pass.isa, v, norm::inv_rms(pass.isa, v, 1.0, norm.eps), gain, o);
             }
+            // SAFETY: as above.
+            unsafe { to.quantise_row(pass.isa, r) }
         }
     }
 
@@ -140,7 +142,10 @@ impl Ops for CpuOps<'_> {
         assert!(out == x || to.width() == from.width(), "cast of {}", from.spec.name);
         for r in self.own_rows().filter(|_| out != x) {
             // SAFETY: the row is this worker's, and the buffers differ.
-            unsafe { to.row_mut(r).copy_from_slice(from.row(r)) }
+            unsafe {
+                to.row_mut(r).copy_from_slice(from.row(r));
+                to.quantise_row(self.isa(), r);
+            }
         }
     }
 
@@ -157,6 +162,8 @@ impl Ops for CpuOps<'_> {
             // SAFETY: the row is this worker's, and the buffers differ.
             let (o, v) = unsafe { (to.row_mut(r), from.row(r)) };
             math::gate(self.isa(), f, &v[..width], &v[width..], o);
+            // SAFETY: as above.
+            unsafe { to.quantise_row(self.isa(), r) }
         }
     }
 
@@ -209,6 +216,8 @@ impl Ops for CpuOps<'_> {
             // SAFETY: the row is this worker's, and the buffers differ.
             let (o, g, all) = unsafe { (to.row_mut(r), from.row(r), inputs.row(r)) };
             math::gate(self.isa(), f, g, &all[layer * width..][..width], o);
+            // SAFETY: as above.
+            unsafe { to.quantise_row(self.isa(), r) }
         }
     }
 
@@ -221,10 +230,10 @@ impl Ops for CpuOps<'_> {
                 continue;
             }
             let buffer = self.act(act);
-            for (to, &from) in heads.iter().enumerate().filter(|&(to, &from)| to != from as usize) {
+            for (to, &from) in heads.iter().enumerate() {
                 // SAFETY: this worker alone handles the buffer in this verb. `heads` ascends, so a row moves
-                // down, onto one that has moved or is not wanted; the two differ.
-                unsafe { buffer.row_mut(to).copy_from_slice(buffer.row(from as usize)) }
+                // down, onto one that has moved or is not wanted.
+                unsafe { buffer.move_row(from as usize, to) }
             }
         }
         self.rows = heads.len();
@@ -233,6 +242,16 @@ impl Ops for CpuOps<'_> {
 
     fn logits(&mut self, out: Act, x: Act, head: Mat, softcap: Option<f32>) {
         self.product(out, x, self.pass.mat(head), softcap);
+    }
+
+    fn gated_linear(&mut self, out: Act, gate_up: Act, x: Act, w: Mat, f: Activation) {
+        let matrix = self.pass.mat(w);
+        if self.can_gate(out, matrix) {
+            self.gated_product(out, x, matrix, f);
+        } else {
+            self.linear(gate_up, x, w);
+            self.geglu(out, gate_up, f);
+        }
     }
 
     fn argmax(&mut self, logits: Act) {

@@ -10,6 +10,7 @@ use crate::kv::KvPools;
 use crate::level::Isa;
 use crate::matrix::Matrix;
 use crate::memory::{Aligned, Grow};
+use crate::moe::Gathered;
 use crate::norm;
 use crate::ops::Best;
 use crate::team::Sync as TeamSync;
@@ -158,18 +159,27 @@ impl Workspace {
         unsafe { *self.0.get() = grown.unwrap_or_else(|e| panic!("{e}")) }
     }
 
+    /// Where values `from .. from + len` are.
+    ///
+    /// # Safety
+    /// No `grow` at the same time.
+    pub unsafe fn pointer(&self, from: usize, len: usize) -> *mut f32 {
+        // SAFETY: bounds are asserted; the caller answers for `grow`.
+        unsafe {
+            let all = &*self.0.get();
+            assert!((from + len) * size_of::<f32>() <= all.len(), "workspace is too small");
+            all.start().cast::<f32>().add(from)
+        }
+    }
+
     /// Values `from .. from + len`.
     ///
     /// # Safety
     /// Nobody else writes them, or reads them if the caller writes, while the reference lives.
     #[allow(clippy::mut_from_ref, reason = "workers write disjoint parts")]
     pub unsafe fn part(&self, from: usize, len: usize) -> &mut [f32] {
-        // SAFETY: bounds are asserted; the caller answers for other users.
-        unsafe {
-            let all = &*self.0.get();
-            assert!((from + len) * size_of::<f32>() <= all.len(), "workspace is too small");
-            std::slice::from_raw_parts_mut(all.start().cast::<f32>().add(from), len)
-        }
+        // SAFETY: `pointer` checks the bounds; the caller answers for other users.
+        unsafe { std::slice::from_raw_parts_mut(self.pointer(from, len), len) }
     }
 }
 
@@ -178,14 +188,12 @@ impl Workspace {
 pub(crate) struct Scratch {
     /// Decoded weight rows.
     pub tile: Grow,
-    /// Decoded weight rows of the second matrix half.
-    pub tile2: Grow,
     /// A tile's outputs.
     pub results: Grow,
     /// Outputs of the second half.
     pub results2: Grow,
     /// Gathered rows of x.
-    pub gathered: Grow,
+    pub gathered: Gathered,
     /// Everything of one unit of attention.
     pub attention: Grow,
     /// Groups of rows that attend together: first row and number.
@@ -199,9 +207,9 @@ pub(crate) struct Scratch {
 impl Scratch {
     /// Bytes held.
     pub fn bytes(&self) -> usize {
-        let floats =
-            [&self.tile, &self.tile2, &self.results, &self.results2, &self.gathered, &self.attention];
+        let floats = [&self.tile, &self.results, &self.results2, &self.attention];
         floats.iter().map(|g| g.bytes()).sum::<usize>()
+            + self.gathered.bytes()
             + self.groups.capacity() * size_of::<(usize, usize)>()
             + self.by_expert.capacity() * size_of::<(usize, usize)>()
             + self.experts.capacity() * size_of::<(usize, usize, usize)>()

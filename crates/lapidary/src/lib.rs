@@ -1,10 +1,38 @@
-//! placeholder
+//! Run Google's Gemma 4 models.
+//!
+//! [`Gemma`] is a loaded model with its text: it completes prompts and answers conversations. [`Stepper`] drives
+//! the model token by token, with slots, captures and logits; [`load_stepper`] gives one without any text.
+//!
+//! Deliberately absent: HTTP, the command line, and any arithmetic.
 
+mod answer;
 pub mod bandwidth;
+#[cfg(feature = "pebble")]
+mod builtin;
 pub mod capture;
 pub mod check;
 pub mod convert;
+mod defaults;
+mod error;
+mod gemma;
 pub mod host;
 #[cfg(feature = "hub")]
 pub mod hub;
+mod options;
 pub mod plan;
+pub mod text_source;
+
+pub use answer::{Answer, Piece};
+#[cfg(feature = "pebble")]
+pub use builtin::builtin;
+pub use defaults::Defaults;
+pub use error::{Error, Result};
+pub use gemma::{Gemma, TemplateSource, load_stepper};
+pub use lapidary_engine::generate::{FinishReason, Usage};
+pub use lapidary_engine::sampling::SamplingParams;
+pub use lapidary_engine::{Heads, Prompt, Runner, SoftKind, SoftSpan, Stepper};
+pub use lapidary_model::{Config, EmbedScale, Progress};
+pub use lapidary_ops::{KvFormat, TapPoint};
+pub use lapidary_text::{ChatInput, ChatTemplate, Tokenizer, ToolCall};
+pub use lapidary_weights::Checkpoint;
+pub use options::{AnswerOptions, Compute, DEFAULT_CONTEXT, Level, LoadOptions};

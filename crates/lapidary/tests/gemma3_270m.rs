@@ -5,9 +5,10 @@
 mod common;
 
 use common::{On, Setup, stepper};
-use lapidary_engine::{Prompt, Stepper};
-use lapidary_model::EmbedScale;
-use lapidary_ops::KvFormat;
+use lapidary::{
+    Checkpoint, Compute, EmbedScale, Heads, KvFormat, LoadOptions, Prompt, Stepper, load_stepper, text_source,
+};
+use lapidary_text::Specials;
 use serde_json::Value;
 
 /// Logits are of size 20 and float32 sums of 640 products; orders of summing differ by about 2e-5 in them, and the
@@ -87,4 +88,68 @@ fn logits_and_greedy_text_are_those_of_the_published_implementation() {
         worst = worst.max(off);
     }
     println!("{} greedy tokens equal, their logits furthest off by {worst:.2e}", greedy.len());
+}
+
+/// The text that the stored perplexity is of: from the file that `LAPIDARY_PERPLEXITY_TEXT` names (`data/eighty.txt`
+/// of crate esaxx-rs 0.1.10) the bytes from 4163 on, line ends as LF, the first 88,000 bytes of that.
+fn perplexity_text() -> Option<String> {
+    let path = std::env::var_os("LAPIDARY_PERPLEXITY_TEXT")?;
+    let bytes = std::fs::read(path).expect("the text is there");
+    let text = String::from_utf8_lossy(&bytes[4163..]).replace("\r\n", "\n");
+    Some(
+        text.chars()
+            .scan(0, |n, c| {
+                *n += c.len_utf8();
+                (*n <= 88_000).then_some(c)
+            })
+            .collect(),
+    )
+}
+
+/// 40 chunks of 512 tokens, the first of each replaced by BOS; positions 256 to 510 predict 257 to 511.
+fn perplexity(stepper: &mut Stepper, tokens: &[u32]) -> f64 {
+    let (mut sum, mut count) = (0f64, 0);
+    for chunk in tokens.chunks_exact(512).take(40) {
+        let mut ids = chunk.to_vec();
+        ids[0] = 2;
+        stepper.reset();
+        let (given, scored) = (Prompt::from(&ids[..256]), Prompt::from(&ids[256..511]));
+        stepper.prefill_each(&given, Heads::None, &mut |_| {}).expect("runs");
+        let mut each = |position: usize, row: &[f32]| {
+            let best = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            let total: f64 = row.iter().map(|&v| f64::from(v - best).exp()).sum();
+            sum -= f64::from(row[ids[position + 1] as usize] - best) - total.ln();
+            count += 1;
+        };
+        stepper.score(&scored, &mut each, &mut |_, _| {}).expect("runs");
+    }
+    assert_eq!(count, 40 * 255);
+    (sum / f64::from(count)).exp()
+}
+
+#[test]
+fn perplexity_in_float32_and_with_quantised_activations() {
+    let (Some(path), Some(text)) = (std::env::var_os("LAPIDARY_GEMMA3_GGUF"), perplexity_text()) else {
+        println!("skipped: LAPIDARY_GEMMA3_GGUF or LAPIDARY_PERPLEXITY_TEXT is not set");
+        return;
+    };
+    let expected = golden()["perplexity"]["f32_reference"].as_f64().expect("a number");
+    let checkpoint = Checkpoint::open(&path).expect("opens");
+    let tokenizer = text_source::tokenizer(&checkpoint).expect("a tokenizer");
+    let tokens = tokenizer.encode_prompt(&text, Specials::Plain).expect("ids");
+    assert_eq!(tokens.len() as u64, golden()["perplexity"]["tokens_with_bos"].as_u64().expect("a count"));
+    for (compute, tolerance) in [(Compute::F32, 0.01), (Compute::Fast, 0.01 * expected)] {
+        let options = LoadOptions {
+            compute,
+            context: Some(512),
+            chunk: 256,
+            head_rows: 64,
+            threads: Some(2),
+            ..LoadOptions::default()
+        };
+        let mut stepper = load_stepper(&checkpoint, &options, &mut |_| {}).expect("loads");
+        let found = perplexity(&mut stepper, &tokens);
+        println!("{compute:?}: perplexity {found:.4}, stored {expected}");
+        assert!((found - expected).abs() <= tolerance, "{compute:?}: {found}, stored {expected}");
+    }
 }

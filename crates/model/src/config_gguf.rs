@@ -120,9 +120,9 @@ impl Keys<'_> {
         for name in ["tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id"] {
             ids.extend(self.meta.get::<u32>(name).map_err(key)?);
         }
-        if let Some(Value::Array(list)) = self.meta.value("tokenizer.ggml.eos_token_ids") {
-            ids.extend(list.integers().unwrap_or_default().into_iter().filter_map(|v| u32::try_from(v).ok()));
-        }
+        ids.extend(
+            self.meta.get::<Vec<u32>>("tokenizer.ggml.eos_token_ids").map_err(key)?.unwrap_or_default(),
+        );
         if ids.is_empty() {
             ids.push(1);
         }

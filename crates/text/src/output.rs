@@ -13,6 +13,8 @@
 
 mod thought;
 
+use std::ops::Deref;
+
 use crate::error::Result;
 use crate::stream::HeldBytes;
 use crate::tokenizer::{SpecialIds, Tokenizer};
@@ -70,10 +72,10 @@ impl Default for OutputOptions {
     }
 }
 
-/// Reads one reply.
+/// Reads one reply. `T` is a reference to the tokenizer or an `Arc` of it.
 #[derive(Debug)]
-pub struct OutputParser<'a> {
-    tokenizer: &'a Tokenizer,
+pub struct OutputParser<T> {
+    tokenizer: T,
     ids: SpecialIds,
     options: OutputOptions,
     state: State,
@@ -98,11 +100,11 @@ enum State {
     },
 }
 
-impl<'a> OutputParser<'a> {
+impl<T: Deref<Target = Tokenizer>> OutputParser<T> {
     /// A parser for the reply to a prompt. A prompt may end inside a thought, and then the reply begins in it.
-    pub fn new(tokenizer: &'a Tokenizer, prompt_ids: &[u32], options: OutputOptions) -> Self {
+    pub fn new(tokenizer: T, prompt_ids: &[u32], options: OutputOptions) -> Self {
         let ids = *tokenizer.specials();
-        let state = match open_thought(tokenizer, prompt_ids) {
+        let state = match open_thought(&tokenizer, prompt_ids) {
             Some(text) => State::Thought(Thought::resumed(&text)),
             None => State::Opening(String::new()),
         };

@@ -1,25 +1,27 @@
 //! Decodes ids one by one. A character that the vocabulary lacks arrives as several byte tokens; nothing is handed out
 //! before it is whole, so every delta is valid text and the deltas together are the text of the whole.
 
+use std::ops::Deref;
+
 use crate::error::Result;
 use crate::tokenizer::Tokenizer;
 
-/// Incremental decoding of one sequence.
+/// Incremental decoding of one sequence. `T` is a reference to the tokenizer or an `Arc` of it.
 #[derive(Debug)]
-pub struct StreamDecoder<'a> {
-    tokenizer: &'a Tokenizer,
+pub struct StreamDecoder<T> {
+    tokenizer: T,
     skip_specials: bool,
     held: HeldBytes,
 }
 
-impl<'a> StreamDecoder<'a> {
+impl<T: Deref<Target = Tokenizer>> StreamDecoder<T> {
     /// A decoder that prints control tokens as their spelling.
-    pub fn new(tokenizer: &'a Tokenizer) -> Self {
+    pub fn new(tokenizer: T) -> Self {
         Self { tokenizer, skip_specials: false, held: HeldBytes::default() }
     }
 
     /// A decoder that leaves control tokens out.
-    pub fn without_specials(tokenizer: &'a Tokenizer) -> Self {
+    pub fn without_specials(tokenizer: T) -> Self {
         Self { skip_specials: true, ..Self::new(tokenizer) }
     }
 

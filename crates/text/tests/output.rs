@@ -172,7 +172,7 @@ fn e02_the_start_state_comes_from_the_end_of_the_prompt() {
 fn the_parser_says_when_it_is_in_a_thought() {
     let tokenizer = pebble();
     let mut parser = OutputParser::new(&tokenizer, &ids(&tokenizer, PLAIN_PROMPT), options());
-    let counted = |parser: &mut OutputParser<'_>, text: &str| {
+    let counted = |parser: &mut OutputParser<&Tokenizer>, text: &str| {
         let thinking = |id: u32| {
             let before = parser.in_thought();
             parser.push(id).unwrap();

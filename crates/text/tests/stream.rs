@@ -3,7 +3,9 @@
 mod common;
 
 use common::{corpus, pebble};
-use lapidary_text::{Specials, StreamDecoder};
+use std::sync::Arc;
+
+use lapidary_text::{ChatTemplate, Specials, StreamDecoder, Tokenizer};
 
 const TEXTS: [&str; 6] = [
     "😀",
@@ -74,8 +76,9 @@ fn broken_bytes_become_replacement_characters_as_in_the_full_decode() {
 fn control_tokens_print_or_vanish_as_asked() {
     let tokenizer = pebble();
     let ids = tokenizer.encode("<|turn>user\nHi<turn|>\n", Specials::Parse);
-    let collect =
-        |mut decoder: StreamDecoder<'_>| ids.iter().map(|&id| decoder.push(id).unwrap()).collect::<String>();
+    let collect = |mut decoder: StreamDecoder<&Tokenizer>| {
+        ids.iter().map(|&id| decoder.push(id).unwrap()).collect::<String>()
+    };
     assert_eq!(collect(StreamDecoder::new(&tokenizer)), "<|turn>user\nHi<turn|>\n");
     assert_eq!(collect(StreamDecoder::without_specials(&tokenizer)), "user\nHi\n");
 }
@@ -100,4 +103,17 @@ fn d01_the_corpus_survives_the_round_trip_in_a_stream() {
         back += &decoder.finish();
         assert_eq!(back, text.replace('\u{2581}', " "));
     }
+}
+
+#[test]
+fn a_tokenizer_is_shared_between_threads() {
+    fn shared<T: Send + Sync + 'static>(value: T) -> Arc<T> {
+        Arc::new(value)
+    }
+    shared(ChatTemplate::new("").unwrap());
+    let tokenizer = shared(pebble());
+    let id = tokenizer.token_id("a").unwrap();
+    let mut decoder = StreamDecoder::new(tokenizer);
+    let text = std::thread::spawn(move || decoder.push(id).unwrap()).join().unwrap();
+    assert_eq!(text, "a");
 }

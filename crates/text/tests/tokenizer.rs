@@ -60,13 +60,9 @@ fn gemma3_ids_from_json_and_from_scores_equal_the_published_ones() {
     };
     let json = std::fs::read(json).unwrap();
     let oracle = tokenizers::Tokenizer::from_bytes(&json).unwrap();
-    let start = Instant::now();
     let from_json = Tokenizer::from_json(&json).unwrap();
-    eprintln!("from_json {:?}", start.elapsed());
     let vocab = read_gguf_vocab(&std::fs::read(gguf).unwrap());
-    let start = Instant::now();
     let from_gguf = Tokenizer::from_gguf(vocab).unwrap();
-    eprintln!("from_gguf {:?}", start.elapsed());
     assert_eq!(from_gguf.encode("Hello world<end_of_turn>\n", Specials::Parse), [9259, 1902, 106, 107]);
     let as_gemma4 = Tokenizer::from_gguf(as_gguf(&json)).unwrap();
     assert_same_ids(&oracle, &[&from_json, &from_gguf, &as_gemma4], 20_000);
@@ -215,15 +211,18 @@ fn d06_plain_text_never_becomes_a_control_token() {
 }
 
 fn assert_near_linear(tokenizer: &Tokenizer) {
-    // Distinct words and a long repeat, on one line of a megabyte each.
+    // Distinct words and long repeats, a megabyte on one line. Quadratic merging takes minutes; the best of three tries
+    // forgives a busy machine.
     let words: String =
         (0..200_000).map(|i: u32| format!(" w{}", i.wrapping_mul(2_654_435_761) % 99_991)).collect();
     for text in [&words[..1 << 20], &"ab".repeat(1 << 19), &"<".repeat(1 << 20), &" ".repeat(1 << 20)] {
-        let start = Instant::now();
-        let ids = tokenizer.encode(text, Specials::Parse);
-        let taken = start.elapsed();
-        eprintln!("1 MiB starting {:?}: {} tokens in {taken:?}", &text[..8], ids.len());
-        assert!(taken < Duration::from_secs(3), "{taken:?} for 1 MiB on one line starting {:?}", &text[..8]);
+        let time = || {
+            let start = Instant::now();
+            assert!(!tokenizer.encode(text, Specials::Parse).is_empty());
+            start.elapsed()
+        };
+        let best = (0..3).map(|_| time()).min().expect("three tries");
+        assert!(best < Duration::from_secs(3), "{best:?} for 1 MiB on one line starting {:?}", &text[..8]);
     }
 }
 

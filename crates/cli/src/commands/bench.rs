@@ -6,8 +6,8 @@ use std::time::Instant;
 
 use lapidary::bandwidth::{ReadBandwidth, read_bandwidth};
 use lapidary::plan::MemoryPlan;
+use lapidary::{Checkpoint, Config};
 use lapidary_engine::{Heads, Prompt, Stepper};
-use lapidary_weights::Checkpoint;
 use serde_json::{Value, json};
 
 use crate::load;
@@ -70,7 +70,7 @@ impl Test {
 
 pub fn run(args: &Args) -> anyhow::Result<()> {
     let checkpoint = source::open(&args.model)?;
-    let config = load::config(&checkpoint)?;
+    let config = Config::from_checkpoint(&checkpoint)?;
     let prompts = args.prompt.iter().filter(|&&n| n > 0).map(|&n| Test::Prompt(n as usize));
     let generates = args.generate.iter().filter(|&&n| n > 0).map(|&n| Test::Generate(n as usize));
     let tests: Vec<Test> = prompts.chain(generates).collect();
@@ -87,7 +87,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     let mut level = String::new();
     for &threads in &threads {
         options.threads = Some(threads);
-        let mut stepper = load::stepper(&checkpoint, &options, args.device.ignore_memory)?;
+        let mut stepper = load::stepper(&checkpoint, &options, &args.device)?;
         level = stepper.runner().report().level;
         for &test in &tests {
             let rates =

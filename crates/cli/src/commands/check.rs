@@ -4,7 +4,7 @@ use std::io::{Write, stdout};
 use std::process::ExitCode;
 
 use lapidary::check::{self, Finding, Level};
-use lapidary_weights::Checkpoint;
+use lapidary::{Checkpoint, Config};
 use serde_json::json;
 
 use crate::load;
@@ -52,9 +52,9 @@ fn files(checkpoint: &Checkpoint) -> String {
 /// not build on it.
 fn model(args: &Args, checkpoint: &Checkpoint, report: &mut Report) -> anyhow::Result<()> {
     let options = args.load.options();
-    let config = match load::config(checkpoint) {
+    let config = match Config::from_checkpoint(checkpoint) {
         Ok(config) => config,
-        Err(e) => return report.add(Finding::failed("config", &crate::failure::line(&e))),
+        Err(e) => return report.add(Finding::failed("config", &crate::failure::line(&e.into()))),
     };
     for note in checkpoint.notes().into_iter().chain(config.notes.iter().cloned()) {
         report.add(Finding::new(Level::Warn, "note", note))?;
@@ -71,7 +71,7 @@ fn model(args: &Args, checkpoint: &Checkpoint, report: &mut Report) -> anyhow::R
     if report.failed() {
         return Ok(());
     }
-    let mut stepper = match load::stepper(checkpoint, &options, args.load.device.ignore_memory) {
+    let mut stepper = match load::stepper(checkpoint, &options, &args.load.device) {
         Ok(stepper) => stepper,
         Err(e) => return report.add(Finding::failed("load", &crate::failure::line(&e))),
     };

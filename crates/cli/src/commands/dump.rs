@@ -5,9 +5,9 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
 use clap::ValueEnum;
+use lapidary::Config;
 use lapidary::capture::{Captured, Values, Wanted, capture};
 use lapidary_engine::{Prompt, SoftKind, SoftSpan};
-use lapidary_model::Config;
 use lapidary_weights::safetensors::{Dtype, File, NewTensor, write};
 
 use crate::failure::Usage;
@@ -95,7 +95,7 @@ impl Layers {
 
 pub fn run(args: &Args) -> anyhow::Result<()> {
     let checkpoint = source::open(&args.model)?;
-    let config = load::config(&checkpoint)?;
+    let config = Config::from_checkpoint(&checkpoint)?;
     let soft = match &args.soft {
         Some(path) => read_soft(path, &config, args.tokens.len())?,
         None => Vec::new(),
@@ -111,7 +111,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     let rows = args.tokens.len().min((args.load.chunk as usize).min(MOST_HEAD_ROWS).max(longest));
     (options.chunk, options.head_rows) = (rows, rows);
     options.context = Some(args.load.ctx.map_or(args.tokens.len(), |c| c as usize));
-    let mut stepper = load::stepper(&checkpoint, &options, args.load.device.ignore_memory)?;
+    let mut stepper = load::stepper(&checkpoint, &options, &args.load.device)?;
     let prompt = Prompt { tokens: args.tokens.clone(), soft };
     let captured = capture(&mut stepper, &prompt, &wanted)?;
     if let Some(c) =

@@ -4,12 +4,13 @@ use std::ffi::OsString;
 use std::io::{Write, stdout};
 
 use lapidary::plan::MemoryPlan;
+use lapidary::{Checkpoint, LoadOptions};
 use lapidary_model::{Config, Family, LayerConfig, VisionBlocks};
 use lapidary_ops::{Group, PAGE_TOKENS};
-use lapidary_weights::{Checkpoint, Kind};
+use lapidary_weights::Kind;
 use serde_json::{Value, json};
 
-use crate::load::{self, LoadOptions};
+use crate::load;
 use crate::model_args::{DeviceArgs, StoreArgs};
 use crate::report::{Align, Table, bytes, count};
 use crate::source;
@@ -40,7 +41,7 @@ pub struct Args {
 
 pub fn run(args: &Args) -> anyhow::Result<()> {
     let checkpoint = Checkpoint::open(source::path(&args.model, args.store)?)?;
-    let config = load::config(&checkpoint)?;
+    let config = Config::from_checkpoint(&checkpoint)?;
     let options = LoadOptions {
         context: args.ctx.map(|c| c as usize),
         chunk: args.chunk as usize,

@@ -1,6 +1,7 @@
 //! One file a command.
 
 pub mod bench;
+pub mod chat;
 pub mod check;
 pub mod completions;
 pub mod dump;
@@ -11,6 +12,7 @@ pub mod list;
 pub mod pull;
 #[cfg(feature = "hub")]
 pub mod rm;
+pub mod run;
 pub mod tokenize;
 
 use std::process::ExitCode;
@@ -21,6 +23,8 @@ use crate::arguments::Command;
 pub fn run(command: Command) -> anyhow::Result<ExitCode> {
     let done = |r: anyhow::Result<()>| r.map(|()| ExitCode::SUCCESS);
     match command {
+        Command::Run(args) => done(run::run(&args)),
+        Command::Chat(args) => done(chat::run(&args)),
         Command::Inspect(args) => done(inspect::run(&args)),
         Command::Check(args) => check::run(&args),
         Command::Dump(args) => done(dump::run(&args)),

@@ -4,10 +4,10 @@ use std::ffi::OsString;
 use std::io::{Read, Write, stdin, stdout};
 
 use anyhow::Context;
+use lapidary::text_source;
 use lapidary_text::Specials;
 use serde_json::json;
 
-use crate::load;
 use crate::model_args::ModelArgs;
 use crate::report::{Align, Table};
 use crate::source;
@@ -39,7 +39,7 @@ pub struct Args {
 
 pub fn run(args: &Args) -> anyhow::Result<()> {
     let checkpoint = source::open(&args.model)?;
-    let tokenizer = load::tokenizer(&checkpoint)?;
+    let tokenizer = text_source::tokenizer(&checkpoint)?;
     let mut out = stdout().lock();
     let ids = match args.ids.is_empty() {
         false => args.ids.clone(),

@@ -1,25 +1,54 @@
 //! `out = x W^T`.
 //!
 //! Tiles of [`TILE`] weight rows are claimed from a counter; whoever claims a tile computes it for every row of
-//! x, so weights are read and decoded once a pass however many rows there are. One output is one dot product
-//! whose order of sums belongs to the kernel, so it is the same alone and in a batch.
+//! x, so weights are read once a pass however many rows there are. One output is one dot product whose order of
+//! sums belongs to the kernel, so it is the same alone and in a batch.
 
 pub(crate) mod f32;
+mod gated;
+
+use std::ops::Range;
 
 use lapidary_ops::Act;
 
 use crate::buffers::Buffer;
+use crate::int8::activations::QuantRows;
+use crate::level::Isa;
 use crate::math;
-use crate::matrix::{FileRows, Matrix};
+use crate::matrix::{Matrix, Part, Weights};
+use crate::memory::Grow;
 use crate::ops::{CpuOps, Scope};
 use f32::{RowsView, dots};
 
-/// Weight rows that are decoded at once.
+/// Weight rows of a tile.
 pub(crate) const TILE: usize = 16;
 /// Rows of x between two writes of a tile's results.
 pub(crate) const X_BLOCK: usize = 64;
 /// Claims that each worker makes of one matrix, about: few enough to be cheap, many enough to even out.
 const CLAIMS_PER_WORKER: usize = 12;
+/// Bytes of x that stay in a core's cache while a claim's tiles pass by.
+const X_BYTES: usize = 256 << 10;
+
+/// Some rows of x in the forms that kernels take.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Inputs<'a> {
+    pub floats: RowsView<'a>,
+    pub blocks: Option<QuantRows<'a>>,
+}
+
+impl<'a> Inputs<'a> {
+    /// Rows `first .. first + count` of `x`.
+    ///
+    /// # Safety
+    /// Nobody writes to these rows while the inputs live.
+    pub unsafe fn of(x: &'a Buffer, first: usize, count: usize) -> Inputs<'a> {
+        // SAFETY: the caller's.
+        unsafe {
+            let floats = RowsView { values: x.rows(first, count), stride: x.stride(), count };
+            Inputs { floats, blocks: x.block_rows(first, count) }
+        }
+    }
+}
 
 impl CpuOps<'_> {
     /// `linear` and `logits`.
@@ -28,69 +57,94 @@ impl CpuOps<'_> {
         let (out, x) = (self.act(out), self.act(x));
         assert!(x.width() == w.cols && out.width() == w.rows, "{} and {}", x.spec.name, out.spec.name);
         // The counter runs over the tiles of all parts, one part after the other.
-        let total: usize = w.parts.iter().map(|p| p.weights.rows().div_ceil(TILE)).sum();
+        let tiles = |p: &Part| p.weights.rows().div_ceil(TILE);
+        let total: usize = w.parts.iter().map(tiles).sum();
         let chunk = (total / (self.workers() * CLAIMS_PER_WORKER)).max(1);
         while let Some(claim) = self.claim(0, chunk, total) {
-            for tile in claim {
-                let (mut part, mut t) = (0, tile);
-                while t >= w.parts[part].weights.rows().div_ceil(TILE) {
-                    t -= w.parts[part].weights.rows().div_ceil(TILE);
-                    part += 1;
+            let mut first = 0;
+            for part in &w.parts {
+                let own = claim.start.max(first)..claim.end.min(first + tiles(part));
+                if !own.is_empty() {
+                    self.part_product(x, part, own.start - first..own.end - first, out, softcap);
                 }
-                let part = &w.parts[part];
-                let first = t * TILE;
-                let rows = TILE.min(part.weights.rows() - first);
-                self.tile_product(x, &part.weights, first, rows, out, part.first_row + first, softcap);
+                first += tiles(part);
             }
         }
     }
 
-    #[allow(clippy::too_many_arguments, reason = "a range of a matrix and where its results go")]
-    fn tile_product(
+    /// Tiles `tiles` of a part for every row of x.
+    fn part_product(
         &mut self,
         x: &Buffer,
-        weights: &FileRows,
-        first: usize,
-        rows: usize,
+        part: &Part,
+        tiles: Range<usize>,
         out: &Buffer,
-        out_col: usize,
         softcap: Option<f32>,
     ) {
-        let (isa, count, k) = (self.isa(), self.rows, x.width());
+        let (isa, count) = (self.isa(), self.rows);
+        let block = rows_at_once(&part.weights, x, count);
         let scratch = &mut *self.scratch;
-        let w = weight_tile(weights, first, rows, k, scratch.tile.get(TILE * k.next_multiple_of(16)));
-        let results = scratch.results.get(X_BLOCK * TILE);
-        for from in (0..count).step_by(X_BLOCK) {
-            let n = X_BLOCK.min(count - from);
+        let results = scratch.results.get(block * TILE);
+        for from in (0..count).step_by(block) {
+            let n = block.min(count - from);
             // SAFETY: the meeting before this verb ended all writes to x, and nobody writes it during the verb.
-            let block = RowsView { values: unsafe { x.rows(from, n) }, stride: x.stride(), count: n };
-            dots(isa, block, w, k, results, TILE);
-            for (i, values) in results.chunks_mut(TILE).take(n).enumerate() {
-                let values = &mut values[..rows];
-                if let Some(cap) = softcap {
-                    math::softcap(isa, values, cap);
+            let inputs = unsafe { Inputs::of(x, from, n) };
+            for tile in tiles.clone() {
+                let rows = TILE.min(part.weights.rows() - tile * TILE);
+                tile_values(isa, &part.weights, tile * TILE, rows, inputs, &mut scratch.tile, results);
+                for (i, values) in results.chunks_mut(TILE).take(n).enumerate() {
+                    let values = &mut values[..rows];
+                    if let Some(cap) = softcap {
+                        math::softcap(isa, values, cap);
+                    }
+                    let col = part.first_row + tile * TILE;
+                    // SAFETY: these columns belong to the tile that this worker has claimed.
+                    unsafe { out.part_mut(from + i, col, rows) }.copy_from_slice(values);
                 }
-                // SAFETY: these columns belong to the tile that this worker has claimed.
-                unsafe { out.part_mut(from + i, out_col, rows) }.copy_from_slice(values);
             }
         }
     }
 }
 
-/// Rows `first .. first + rows` of `weights` as float32: in place where they are, else decoded into `tile`.
-pub(crate) fn weight_tile<'a>(
-    weights: &'a FileRows,
+/// Rows of x that pass all tiles of a claim together: as many as stay in the cache where the kernel reads the
+/// weights as they are, all where they are decoded first.
+pub(crate) fn rows_at_once(weights: &Weights, x: &Buffer, count: usize) -> usize {
+    match weights {
+        Weights::Tiles(_) if x.has_blocks() => {
+            let fitting = X_BYTES / crate::int8::activations::row_bytes(x.width()).max(1);
+            (fitting / 8 * 8).clamp(8, X_BLOCK)
+        }
+        _ => count.max(1),
+    }
+}
+
+/// `out[i, j] = x_i . w_(first + j)` for `rows` rows of a part, [`TILE`] floats from one row of x to the next.
+/// `decoded` is room for weights that are not multiplied as they are.
+pub(crate) fn tile_values(
+    isa: Isa,
+    weights: &Weights,
     first: usize,
     rows: usize,
-    k: usize,
-    tile: &'a mut [f32],
-) -> RowsView<'a> {
-    if let Some(values) = weights.floats(first, rows) {
-        return RowsView { values, stride: k, count: rows };
+    x: Inputs<'_>,
+    decoded: &mut Grow,
+    out: &mut [f32],
+) {
+    if let (Weights::Tiles(tiles), Some(blocks)) = (weights, x.blocks)
+        && first.is_multiple_of(TILE)
+    {
+        return tiles.product(first / TILE, blocks, out);
     }
+    let k = weights.cols();
     let stride = k.next_multiple_of(16);
-    for (r, out) in tile.chunks_mut(stride).take(rows).enumerate() {
-        weights.decode_row(first + r, &mut out[..k]);
-    }
-    RowsView { values: tile, stride, count: rows }
+    let w = match weights.floats(first, rows) {
+        Some(values) => RowsView { values, stride: k, count: rows },
+        None => {
+            let decoded = decoded.get(TILE * stride);
+            for (r, out) in decoded.chunks_mut(stride).take(rows).enumerate() {
+                weights.decode_row(first + r, &mut out[..k]);
+            }
+            RowsView { values: decoded, stride, count: rows }
+        }
+    };
+    dots(isa, x.floats, w, k, out, TILE);
 }

@@ -131,7 +131,6 @@ fn described(checkpoint: &Checkpoint) -> Result<(Config, Option<&Value>)> {
         ConfigSource::Json { config, generation, .. } => {
             Ok((Config::from_json(config)?, generation.as_ref()))
         }
-        #[allow(unreachable_patterns, reason = "the enum may grow")]
         _ => Err(WeightsError::NotSupported {
             path: checkpoint.path().to_owned(),
             what: "converting anything but safetensors checkpoints is".to_owned(),

@@ -134,7 +134,7 @@ impl Hooks {
 /// A stepper whose backend is hooked.
 pub fn hooked(folder: &Path, on: On, setup: Setup, hooks: &Hooks) -> Stepper {
     let checkpoint = Checkpoint::open(folder).expect("checkpoint opens");
-    let mut config = super::config(&checkpoint);
+    let mut config = Config::from_checkpoint(&checkpoint).expect("config is read");
     if let Some(change) = &hooks.config {
         change(&mut config);
     }

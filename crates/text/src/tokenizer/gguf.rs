@@ -221,3 +221,44 @@ fn restore_literals(pieces: &mut [(String, Kind)], merges: &[(String, String)]) 
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn merges_follow_score_then_length_then_the_order_of_pieces() {
+        // Expected: the list that the converter of the published tokenizer.json makes of these pieces.
+        let scored = [
+            ("aba", -1.0),
+            ("b", -7.0),
+            ("a", -8.0),
+            ("ab", -1.0),
+            ("ba", -0.0),
+            ("abab", -2.0),
+            ("bab", -1.0),
+        ];
+        let mut pieces: Vec<_> = scored.iter().map(|(text, _)| ((*text).to_owned(), Kind::Normal)).collect();
+        let mut scores: Vec<f32> = scored.iter().map(|(_, score)| *score).collect();
+        for text in ["\u{2581}\u{2581}", "bb"] {
+            pieces.push((text.to_owned(), Kind::Literal));
+            scores.push(-1000.0);
+        }
+        pieces.push(("aa".to_owned(), Kind::Special));
+        scores.push(9.0);
+        let merges = derive_merges(&pieces, &scores).unwrap();
+        let expected = [
+            ("b", "a"),
+            ("b", "b"),
+            ("ab", "a"),
+            ("ba", "b"),
+            ("a", "ba"),
+            ("b", "ab"),
+            ("a", "b"),
+            ("aba", "b"),
+            ("ab", "ab"),
+            ("a", "bab"),
+        ];
+        assert_eq!(merges, expected.map(|(left, right)| (left.to_owned(), right.to_owned())));
+    }
+}

@@ -2,6 +2,8 @@
 
 #![allow(dead_code, reason = "each test file uses its own part")]
 
+pub mod chat;
+
 use std::path::PathBuf;
 
 use lapidary_text::{GgufVocab, Tokenizer};

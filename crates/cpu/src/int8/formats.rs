@@ -1,0 +1,129 @@
+//! The formats that are packed: what their codes and scales are, and where the file keeps them.
+
+use lapidary_formats::Format;
+use lapidary_formats::codec::iq4_nl::LEVELS;
+use lapidary_formats::fp4::E2M1_DOUBLED;
+
+use super::codes::{Codes, Eight, Five, Four, Six, Three, Two, Words};
+use super::scaling::{self, Scaling};
+
+/// A packed format: a value is `scale * (code - OFFSET)`, or `scale * LEVELS[code]`, and perhaps a minimum.
+pub(crate) trait Kind {
+    /// As the file has it.
+    const FORMAT: Format;
+    /// Subtracted from every code.
+    const OFFSET: i32 = 0;
+    /// Whether codes (or levels) are signed bytes.
+    const SIGNED: bool = false;
+    /// What codes index, if they do.
+    const LEVELS: Option<&'static [i8; 16]> = None;
+    /// Layout of the codes.
+    type Codes: Codes;
+    /// Rule of the scales.
+    type Scaling: Scaling;
+
+    /// The codes of 32 inputs, the `block`th of the file's block.
+    fn words(file: &[u8], block: usize) -> Words;
+}
+
+fn word(bytes: &[u8], at: usize) -> u32 {
+    u32::from_le_bytes(bytes[at..at + 4].try_into().expect("four bytes"))
+}
+
+/// 16 bytes from `at` on: inputs 0 to 15 in the low nibbles, 16 to 31 in the high ones.
+fn nibbles(file: &[u8], at: usize) -> Words {
+    std::array::from_fn(|v| word(file, at + 4 * (v % 4)) >> (4 * (v / 4)) & 0x0F0F_0F0F)
+}
+
+/// The bits of the 32-bit word at `at`, bit i for input i, as the fifth bits of the codes.
+fn fifth_bits(file: &[u8], at: usize) -> Words {
+    let bits = word(file, at);
+    // A product spreads four bits over four bytes.
+    std::array::from_fn(|v| (bits >> (4 * v) & 15).wrapping_mul(0x0020_4081) << 4 & 0x1010_1010)
+}
+
+fn joined(a: Words, b: Words) -> Words {
+    std::array::from_fn(|v| a[v] | b[v])
+}
+
+/// 32 bytes from `at` on, one an input: the nibble at bit `shift` of each.
+fn nibble_of(file: &[u8], at: usize, shift: u32) -> Words {
+    std::array::from_fn(|v| word(file, at + 4 * v) >> shift & 0x0F0F_0F0F)
+}
+
+/// 32 bytes from `at` on, one an input: the two bits at bit `shift` of each, moved up by `to`.
+fn two_bits_of(file: &[u8], at: usize, shift: usize, to: u32) -> Words {
+    std::array::from_fn(|v| (word(file, at + 4 * v) >> shift & 0x0303_0303) << to)
+}
+
+/// 32 bytes from `at` on, one an input: the bit `shift` of each, moved up by `to`.
+fn bit_of(file: &[u8], at: usize, shift: usize, to: u32) -> Words {
+    std::array::from_fn(|v| (word(file, at + 4 * v) >> shift & 0x0101_0101) << to)
+}
+
+macro_rules! kinds {
+    ($($name:ident: $codes:ty, $scaling:ty, { $($const:ident = $value:expr),* }, |$file:ident, $block:ident| $words:expr;)*) => {
+        $(
+            pub(crate) struct $name;
+            impl Kind for $name {
+                const FORMAT: Format = Format::$name;
+                kinds!(@consts $($const = $value),*);
+                type Codes = $codes;
+                type Scaling = $scaling;
+                fn words($file: &[u8], $block: usize) -> Words {
+                    $words
+                }
+            }
+        )*
+
+        /// Whether matrices of this format are packed for int8 products.
+        pub(crate) fn is_packed(format: Format) -> bool {
+            matches!(format, $(Format::$name)|*)
+        }
+
+        /// Runs the body with `K` the kind of `format`, if it is packed.
+        macro_rules! with_kind {
+            ($format:expr, $k:ident => $body:expr) => {
+                match $format {
+                    $(lapidary_formats::Format::$name => {
+                        type $k = $crate::int8::formats::$name;
+                        Some($body)
+                    })*
+                    _ => None,
+                }
+            };
+        }
+        pub(crate) use with_kind;
+    };
+    (@consts $($const:ident = $value:expr),*) => {
+        $(kinds!(@const $const = $value);)*
+    };
+    (@const OFFSET = $value:expr) => { const OFFSET: i32 = $value; };
+    (@const SIGNED = $value:expr) => { const SIGNED: bool = $value; };
+    (@const LEVELS = $value:expr) => { const LEVELS: Option<&'static [i8; 16]> = Some($value); };
+}
+
+/// The E2M1 numbers doubled, by code.
+const DOUBLED: &[i8; 16] = &E2M1_DOUBLED;
+
+kinds! {
+    Q4_0: Four, scaling::Plain, { OFFSET = 8 }, |f, _b| nibbles(f, 2);
+    Q4_1: Four, scaling::Affine, {}, |f, _b| nibbles(f, 4);
+    Q5_0: Five, scaling::Plain, { OFFSET = 16 }, |f, _b| joined(nibbles(f, 6), fifth_bits(f, 2));
+    Q5_1: Five, scaling::Affine, {}, |f, _b| joined(nibbles(f, 8), fifth_bits(f, 4));
+    Q8_0: Eight, scaling::Plain, { SIGNED = true }, |f, _b| std::array::from_fn(|v| word(f, 2 + 4 * v));
+    Iq4Nl: Four, scaling::Plain, { SIGNED = true, LEVELS = &LEVELS }, |f, _b| nibbles(f, 2);
+    Mxfp4: Four, scaling::Exponent, { SIGNED = true, LEVELS = DOUBLED }, |f, _b| nibbles(f, 1);
+    Q2K: Two, scaling::NibbleHalves, {}, |f, b| two_bits_of(f, 16 + b / 4 * 32, b % 4 * 2, 0);
+    Q3K: Three, scaling::SignedHalves<true>, { OFFSET = 4 },
+        |f, b| joined(two_bits_of(f, 32 + b / 4 * 32, b % 4 * 2, 0), bit_of(f, 0, b, 2));
+    Q4K: Four, scaling::Six, {}, |f, b| nibble_of(f, 16 + b / 2 * 32, b as u32 % 2 * 4);
+    Q5K: Five, scaling::Six, {},
+        |f, b| joined(nibble_of(f, 48 + b / 2 * 32, b as u32 % 2 * 4), bit_of(f, 16, b, 4));
+    Q6K: Six, scaling::SignedHalves<false>, { OFFSET = 32 },
+        |f, b| joined(
+            nibble_of(f, b / 4 * 64 + b % 2 * 32, b as u32 % 4 / 2 * 4),
+            two_bits_of(f, 128 + b / 4 * 32, b % 4 * 2, 4),
+        );
+    Iq4Xs: Four, scaling::Signed, { SIGNED = true, LEVELS = &LEVELS }, |f, b| nibbles(f, 8 + 16 * b);
+}

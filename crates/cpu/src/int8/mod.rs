@@ -1,0 +1,23 @@
+//! Products with activations in int8 blocks.
+//!
+//! A row of activations is quantised once, by the verb that produces it ([`activations`]); a weight matrix is
+//! packed once, at load, into tiles of 16 rows ([`tiles`]); the [`kernel`] multiplies integers exactly and joins
+//! the blocks of an output in ascending order. [`lanes`] names the few vector operations that it takes, so that
+//! one kernel text serves every level and every format ([`formats`]).
+
+pub(crate) mod activations;
+mod codes;
+mod formats;
+mod kernel;
+mod lanes;
+mod scaling;
+pub(crate) mod tiles;
+#[cfg(target_arch = "x86_64")]
+mod x86;
+
+pub(crate) use formats::is_packed;
+
+/// Name of the instruction set whose kernel multiplies `format`, if the format is packed.
+pub(crate) fn kernel_name(isa: crate::level::Isa, format: lapidary_formats::Format) -> Option<&'static str> {
+    kernel::choose(isa, format).map(|choice| choice.name)
+}

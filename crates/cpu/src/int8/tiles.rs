@@ -1,0 +1,282 @@
+//! A matrix packed for the int8 kernel.
+//!
+//! 16 rows make a tile. A tile is its blocks of codes in order of inputs, then its super-blocks of scales, padded
+//! to 64 bytes; the last tile of a matrix is filled up with zero rows. Codes and scales take the bytes that they
+//! take in the file (Q3_K and IQ4_XS a few more for unpacked scales). Packing loses nothing: any row can be
+//! decoded again, so an embedding table that is also the head is held once.
+
+use lapidary_formats::{Format, TensorView};
+use lapidary_ops::Result;
+
+use super::activations::{BLOCK, QuantRows};
+use super::codes::Codes;
+use super::formats::{Kind, with_kind};
+use super::kernel::{Choice, choose};
+use super::lanes::LANES;
+use super::scaling::Scaling;
+use crate::level::Isa;
+use crate::memory::Aligned;
+
+/// Rows in tiles.
+#[derive(Debug)]
+pub(crate) struct Tiles {
+    /// In the file.
+    pub format: Format,
+    /// Rows, without those that fill the last tile.
+    pub rows: usize,
+    /// Inputs.
+    pub cols: usize,
+    choice: Choice,
+    tile_bytes: usize,
+    data: Aligned,
+}
+
+impl Tiles {
+    /// Room for `view`, if its format is packed; [`pack_tile`](Tiles::pack_tile) fills it.
+    pub fn empty(isa: Isa, view: &TensorView<'_>) -> Result<Option<Tiles>> {
+        let Some(tile_bytes) = with_kind!(view.format, K => tile_bytes::<K>(view.cols)) else {
+            return Ok(None);
+        };
+        let choice = choose(isa, view.format).expect("every packed format has kernels");
+        let bytes = view.rows.div_ceil(LANES).saturating_mul(tile_bytes);
+        let data = Aligned::zeroed(bytes, &view.name)?;
+        Ok(Some(Tiles { format: view.format, rows: view.rows, cols: view.cols, choice, tile_bytes, data }))
+    }
+
+    /// Bytes held.
+    pub fn bytes(&self) -> usize {
+        self.data.len()
+    }
+
+    /// Packs the rows of tile `tile` of the matrix that this was made for.
+    ///
+    /// # Safety
+    /// Nobody else uses the tile meanwhile.
+    pub unsafe fn pack_tile(&self, view: &TensorView<'_>, tile: usize) {
+        assert!(view.format == self.format && view.rows == self.rows && view.cols == self.cols);
+        assert!(tile < self.rows.div_ceil(LANES));
+        // SAFETY: inside the data by the assertion; the caller answers for other users.
+        let out = unsafe {
+            let start = self.data.start().add(tile * self.tile_bytes);
+            std::slice::from_raw_parts_mut(start, self.tile_bytes)
+        };
+        let rows = LANES.min(self.rows - tile * LANES);
+        let row_bytes = view.row_bytes();
+        let bytes = &view.bytes[tile * LANES * row_bytes..][..rows * row_bytes];
+        with_kind!(self.format, K => pack_rows::<K>(bytes, row_bytes, self.cols, out));
+    }
+
+    /// Decodes row `row` exactly as the format defines it.
+    pub fn decode_row(&self, row: usize, out: &mut [f32]) {
+        assert!(row < self.rows && out.len() == self.cols, "row {row} of {} rows", self.rows);
+        let tile = self.tile(row / LANES);
+        with_kind!(self.format, K => decode_row::<K>(tile, row % LANES, out));
+    }
+
+    /// `out[i, r] = x_i . w_(16 tile + r)`, 16 floats for each row of x; what lies beyond the last row is 0.
+    pub fn product(&self, tile: usize, x: QuantRows<'_>, out: &mut [f32]) {
+        assert!(x.width == self.cols && x.count * x.stride <= x.bytes.len());
+        assert!(x.stride >= super::activations::row_bytes(x.width) && out.len() >= x.count * LANES);
+        let tile = self.tile(tile);
+        // SAFETY: the kernel was chosen for a level that was detected and for this format; lengths are asserted.
+        unsafe { (self.choice.kernel)(tile.as_ptr(), x, out.as_mut_ptr()) }
+    }
+
+    fn tile(&self, tile: usize) -> &[u8] {
+        &self.data.as_slice()[tile * self.tile_bytes..][..self.tile_bytes]
+    }
+}
+
+const fn super_len<K: Kind>() -> usize {
+    K::Scaling::BLOCKS * BLOCK
+}
+
+fn tile_bytes<K: Kind>(cols: usize) -> usize {
+    let codes = cols / BLOCK * K::Codes::BYTES;
+    (codes + cols / super_len::<K>() * K::Scaling::BYTES).next_multiple_of(64)
+}
+
+fn pack_rows<K: Kind>(bytes: &[u8], row_bytes: usize, cols: usize, out: &mut [u8]) {
+    let (codes, scales) = out.split_at_mut(cols / BLOCK * K::Codes::BYTES);
+    for (r, row) in bytes.chunks_exact(row_bytes).enumerate() {
+        let files = row.chunks_exact(K::FORMAT.block_bytes());
+        for ((file, scales), codes) in files
+            .zip(scales.chunks_exact_mut(K::Scaling::BYTES))
+            .zip(codes.chunks_exact_mut(K::Scaling::BLOCKS * K::Codes::BYTES))
+        {
+            K::Scaling::put(file, r, scales);
+            for (j, block) in codes.chunks_exact_mut(K::Codes::BYTES).enumerate() {
+                K::Codes::put(&K::words(file, j), r, block);
+            }
+        }
+    }
+}
+
+fn decode_row<K: Kind>(tile: &[u8], row: usize, out: &mut [f32]) {
+    let (codes, scales) = tile.split_at(out.len() / BLOCK * K::Codes::BYTES);
+    let blocks = out.as_chunks_mut::<BLOCK>().0.iter_mut().zip(codes.chunks_exact(K::Codes::BYTES));
+    for (b, (out, codes)) in blocks.enumerate() {
+        let scales = &scales[b / K::Scaling::BLOCKS * K::Scaling::BYTES..][..K::Scaling::BYTES];
+        let words = K::Codes::get(codes, row);
+        for (half, out) in out.as_chunks_mut::<16>().0.iter_mut().enumerate() {
+            let f = K::Scaling::row(scales, row, b % K::Scaling::BLOCKS, half);
+            for (i, value) in out.iter_mut().enumerate() {
+                let code = words[4 * half + i / 4].to_le_bytes()[i % 4];
+                let number = match K::LEVELS {
+                    Some(levels) => i32::from(levels[usize::from(code)]),
+                    None if K::SIGNED => i32::from(code as i8),
+                    None => i32::from(code) - K::OFFSET,
+                };
+                *value = f.scale * number as f32;
+                if K::Scaling::MINIMUM {
+                    *value += f.minimum;
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use lapidary_formats::{Format, decode_row, encode_rows};
+
+    use super::super::activations::{Head, quantise, row_bytes, split_row};
+    use super::super::is_packed;
+    use super::*;
+    use crate::level::Level;
+
+    fn values(n: usize, seed: u32) -> Vec<f32> {
+        let mut s = seed;
+        (0..n)
+            .map(|_| {
+                s = s.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                (s >> 8) as f32 / (1 << 23) as f32 - 1.0
+            })
+            .collect()
+    }
+
+    fn levels() -> impl Iterator<Item = Isa> {
+        [Level::Scalar, Level::Avx2, Level::Avx512].into_iter().filter_map(|l| Isa::new(Some(l)))
+    }
+
+    /// Bytes with every code and scale byte possible, scales kept finite by clearing the top exponent bit.
+    fn random_rows(format: Format, rows: usize, cols: usize) -> Vec<u8> {
+        let encoded = encode_rows(format, &values(rows * cols, 3), rows, cols).expect("finite values");
+        let mut bytes = encoded.view("w").bytes.to_vec();
+        let f16s: &[usize] = match format {
+            Format::Q4_1 | Format::Q5_1 | Format::Q4K | Format::Q5K => &[0, 2],
+            Format::Q2K => &[80, 82],
+            Format::Q3K => &[108],
+            Format::Q6K => &[208],
+            Format::Mxfp4 => &[],
+            _ => &[0],
+        };
+        let mut s = 7u32;
+        for block in bytes.chunks_exact_mut(format.block_bytes()) {
+            let keep = block.to_vec();
+            for byte in block.iter_mut() {
+                s = s.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                *byte = (s >> 24) as u8;
+            }
+            for &at in f16s {
+                block[at..at + 2].copy_from_slice(&keep[at..at + 2]);
+                block[at + 1] ^= (s >> 3) as u8 & 0x80;
+            }
+            if format == Format::Mxfp4 {
+                block[0] = keep[0];
+            }
+        }
+        bytes
+    }
+
+    fn each_case(mut f: impl FnMut(Isa, &TensorView<'_>, &Tiles)) {
+        for format in Format::ALL.into_iter().filter(|&f| is_packed(f)) {
+            for (rows, cols) in [(19usize, 96usize), (16, 160), (37, 704), (5, 2112), (17, 256), (33, 768)] {
+                if !cols.is_multiple_of(format.block_len()) {
+                    continue;
+                }
+                let bytes = random_rows(format, rows, cols);
+                let view = TensorView {
+                    name: "w".into(),
+                    rows,
+                    cols,
+                    format,
+                    bytes: &bytes,
+                    scales: lapidary_formats::Scales::None,
+                };
+                for isa in levels() {
+                    let tiles = Tiles::empty(isa, &view).expect("memory").expect("a packed format");
+                    for tile in 0..rows.div_ceil(LANES) {
+                        // SAFETY: nobody else has the tiles.
+                        unsafe { tiles.pack_tile(&view, tile) }
+                    }
+                    f(isa, &view, &tiles);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn packed_rows_decode_as_the_format_does() {
+        each_case(|_, view, tiles| {
+            let (mut exact, mut found) = (vec![0.0; view.cols], vec![0.0; view.cols]);
+            for row in 0..view.rows {
+                decode_row(view, row, &mut exact);
+                tiles.decode_row(row, &mut found);
+                for (i, (a, b)) in exact.iter().zip(&found).enumerate() {
+                    assert_eq!(a.to_bits(), b.to_bits(), "{} row {row} [{i}]: {a} and {b}", view.format);
+                }
+            }
+        });
+    }
+
+    #[test]
+    fn products_are_those_of_the_quantised_rows_alone_and_in_groups() {
+        each_case(|isa, view, tiles| {
+            let (n, cols, stride) = (15, view.cols, row_bytes(view.cols));
+            let x = values(n * cols, 5);
+            let mut bytes = Aligned::zeroed(n * stride, "x").expect("memory");
+            let mut rounded = vec![0.0f64; n * cols];
+            for (i, row) in bytes.as_mut_slice().chunks_exact_mut(stride).enumerate() {
+                let (codes, heads): (&mut [i8], &mut [Head]) = split_row(row, cols);
+                quantise(isa, &x[i * cols..(i + 1) * cols], codes, heads);
+                for (j, c) in codes.iter().enumerate() {
+                    rounded[i * cols + j] = f64::from(*c) * f64::from(heads[j / BLOCK].scale);
+                }
+            }
+            let rows = QuantRows { bytes: bytes.as_slice(), stride, count: n, width: cols };
+            let mut w = vec![0.0f32; cols];
+            let mut out = vec![f32::NAN; n * LANES];
+            for tile in 0..view.rows.div_ceil(LANES) {
+                tiles.product(tile, rows, &mut out);
+                for r in 0..LANES.min(view.rows - tile * LANES) {
+                    decode_row(view, tile * LANES + r, &mut w);
+                    for i in 0..n {
+                        let terms = w.iter().zip(&rounded[i * cols..]).map(|(a, b)| f64::from(*a) * b);
+                        let (exact, size) = terms.fold((0.0, 0.0), |(s, a), t| (s + t, a + t.abs()));
+                        // Each block adds at most five roundings of its part and one of the sum so far. Formats
+                        // with a minimum or an offset sum parts larger than their terms, at most 64 times for
+                        // the random scales here.
+                        let bound = 64.0 * size * (cols as f64 / 32.0 + 6.0) * f64::from(f32::EPSILON) / 2.0;
+                        let found = f64::from(out[i * LANES + r]);
+                        assert!(
+                            (found - exact).abs() <= bound,
+                            "{} {} {cols} tile {tile} [{i}, {r}]: {found}, exact {exact} +- {bound}",
+                            view.format,
+                            isa.level()
+                        );
+                    }
+                }
+                for i in 0..n {
+                    for count in 1..=(n - i).min(9) {
+                        let mut some = vec![f32::NAN; count * LANES];
+                        tiles.product(tile, rows.slice(i, count), &mut some);
+                        let same =
+                            some.iter().zip(&out[i * LANES..]).all(|(a, b)| a.to_bits() == b.to_bits());
+                        assert!(same, "{} {} rows {i} + {count}", view.format, isa.level());
+                    }
+                }
+            }
+        });
+    }
+}

@@ -1,0 +1,83 @@
+//! `out = f(gate) * up` with `[gate, up] = x W^T`, without the stacked product in between.
+//!
+//! Whoever claims a block of columns computes its gate rows, its up rows and their product, and leaves the
+//! block quantised; so the verb costs one meeting, and a single row's gate is shared by the team. Every value
+//! takes the steps that it takes in the two verbs that this replaces, so the bits are theirs.
+
+use lapidary_ops::{Act, Activation};
+
+use super::{Inputs, TILE, rows_at_once, tile_values};
+use crate::buffers::Buffer;
+use crate::int8::activations::BLOCK;
+use crate::math;
+use crate::matrix::{Matrix, Part};
+use crate::ops::{CpuOps, Scope};
+
+impl CpuOps<'_> {
+    /// Whether `gated_product` can do it: gate and up rows start tiles, and hidden columns are whole blocks.
+    pub(crate) fn can_gate(&self, out: Act, w: &Matrix) -> bool {
+        let width = self.act(out).width();
+        w.rows == 2 * width && width.is_multiple_of(BLOCK) && w.is_aligned(TILE)
+    }
+
+    /// `gated_linear`, where `can_gate`.
+    pub(crate) fn gated_product(&mut self, out: Act, x: Act, w: &Matrix, f: Activation) {
+        self.enter(Scope::Shared);
+        assert!(out != x, "a gate into its own input");
+        let (out, x) = (self.act(out), self.act(x));
+        assert_eq!(x.width(), w.cols, "{} and {}", x.spec.name, out.spec.name);
+        let units = out.width() / BLOCK;
+        let chunk = (units / (self.workers() * super::CLAIMS_PER_WORKER)).max(1);
+        while let Some(claim) = self.claim(0, chunk, units) {
+            let block = rows_at_once(&w.part_of(0).weights, x, self.rows);
+            for from in (0..self.rows).step_by(block) {
+                let n = block.min(self.rows - from);
+                for unit in claim.clone() {
+                    self.gated_block(out, x, w, f, unit * BLOCK, from, n);
+                }
+            }
+        }
+    }
+
+    /// Columns `col .. col + BLOCK` of rows `from .. from + n`.
+    #[allow(clippy::too_many_arguments, reason = "a range of columns and a range of rows")]
+    fn gated_block(
+        &mut self,
+        out: &Buffer,
+        x: &Buffer,
+        w: &Matrix,
+        f: Activation,
+        col: usize,
+        from: usize,
+        n: usize,
+    ) {
+        let isa = self.isa();
+        // SAFETY: the meeting before this verb ended all writes to x, and nobody writes it during the verb.
+        let inputs = unsafe { Inputs::of(x, from, n) };
+        let scratch = &mut *self.scratch;
+        for first in (col..col + BLOCK).step_by(TILE) {
+            let gates = scratch.results.get(n * TILE);
+            let ups = scratch.results2.get(n * TILE);
+            for (row, values) in [(first, &mut *gates), (out.width() + first, &mut *ups)] {
+                let part: &Part = w.part_of(row);
+                tile_values(
+                    isa,
+                    &part.weights,
+                    row - part.first_row,
+                    TILE,
+                    inputs,
+                    &mut scratch.tile,
+                    values,
+                );
+            }
+            for (i, (g, u)) in gates.chunks(TILE).zip(ups.chunks(TILE)).enumerate() {
+                // SAFETY: these columns belong to the block that this worker has claimed.
+                math::gate(isa, f, g, u, unsafe { out.part_mut(from + i, first, TILE) });
+            }
+        }
+        for i in 0..n {
+            // SAFETY: as above.
+            unsafe { out.quantise_part(isa, from + i, col, BLOCK) }
+        }
+    }
+}

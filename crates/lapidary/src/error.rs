@@ -1,0 +1,31 @@
+//! Why a model could not be loaded or asked.
+
+use std::path::PathBuf;
+
+/// What can go wrong at the front door.
+#[non_exhaustive]
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the message says what each field is")]
+pub enum Error {
+    #[error(transparent)]
+    Weights(#[from] lapidary_weights::Error),
+    #[error(transparent)]
+    Model(#[from] lapidary_model::Error),
+    #[error(transparent)]
+    Backend(#[from] lapidary_ops::Error),
+    #[error(transparent)]
+    Engine(#[from] lapidary_engine::Error),
+    #[error(transparent)]
+    Text(#[from] lapidary_text::Error),
+    #[error("{path}: {source}")]
+    Io { path: PathBuf, source: std::io::Error },
+    #[error("{path} has no tokenizer: {expected} is needed for text (ids can be fed without)")]
+    NoTokenizer { path: PathBuf, expected: &'static str },
+    #[error("generation_config.json field {field}: {problem}")]
+    GenerationConfig { field: &'static str, problem: String },
+    #[error("the tokenizer has {tokenizer} ids, the model's vocabulary only {model}")]
+    VocabularyMismatch { tokenizer: usize, model: usize },
+}
+
+/// Result of this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;

@@ -1,0 +1,276 @@
+//! A loaded model with its text: the type that most users need.
+
+use std::collections::VecDeque;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use lapidary_cpu::{CpuBackend, CpuOptions};
+use lapidary_engine::generate::{Generation, Request};
+use lapidary_engine::{Prompt, Runner, Stepper};
+use lapidary_model::{BuildOptions, Config, Family, Limits, Model, Progress};
+use lapidary_ops::Backend;
+use lapidary_text::{
+    Builtin, ChatInput, ChatTemplate, OutputOptions, OutputParser, Specials, StreamDecoder, Tokenizer, Tools,
+};
+use lapidary_weights::Checkpoint;
+
+use crate::answer::{Answer, Reader};
+use crate::defaults::Defaults;
+use crate::error::{Error, Result};
+use crate::options::{AnswerOptions, LoadOptions};
+use crate::text_source;
+
+/// Where the chat template came from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TemplateSource {
+    /// The checkpoint brought it.
+    Checkpoint,
+    /// The checkpoint has none; this is the project's own.
+    BuiltIn,
+}
+
+/// A model that can be asked.
+///
+/// ```no_run
+/// use lapidary::{Gemma, LoadOptions, Piece};
+///
+/// let mut gemma = Gemma::load("path/to/model", &LoadOptions::default())?;
+/// let options = gemma.answer_options(200);
+/// for piece in gemma.complete("Once upon a time", &options)? {
+///     if let Piece::Text(text) = piece? {
+///         print!("{text}");
+///     }
+/// }
+/// # Ok::<(), lapidary::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct Gemma {
+    stepper: Stepper,
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    template_source: TemplateSource,
+    defaults: Defaults,
+    notes: Vec<String>,
+    load_time: Duration,
+    /// Ids whose keys and values the stepper holds.
+    fed: Vec<u32>,
+}
+
+impl Gemma {
+    /// Loads a folder, a `.gguf` or a `.safetensors` file.
+    ///
+    /// # Errors
+    /// Names the file, tensor or field that is missing, damaged or not supported.
+    pub fn load(path: impl AsRef<Path>, options: &LoadOptions) -> Result<Gemma> {
+        Gemma::from_checkpoint(&Checkpoint::open(path)?, options, &mut |_| {})
+    }
+
+    /// Loads an opened checkpoint and tells `progress` how far it is.
+    ///
+    /// # Errors
+    /// As [`Gemma::load`].
+    pub fn from_checkpoint(
+        checkpoint: &Checkpoint,
+        options: &LoadOptions,
+        progress: &mut dyn FnMut(Progress),
+    ) -> Result<Gemma> {
+        let start = Instant::now();
+        let stepper = load_stepper(checkpoint, options, progress)?;
+        let config = &stepper.model().config;
+        let tokenizer = text_source::tokenizer(checkpoint)?;
+        if tokenizer.vocab_size() as usize > config.vocab {
+            let tokenizer = tokenizer.vocab_size() as usize;
+            return Err(Error::VocabularyMismatch { tokenizer, model: config.vocab });
+        }
+        let defaults = Defaults::new(config, text_source::generation(checkpoint).as_ref(), Some(&tokenizer))?;
+        let mut notes = checkpoint.notes();
+        notes.extend(config.notes.iter().cloned());
+        let (template, template_source) = match text_source::template(checkpoint)? {
+            Some(source) => (ChatTemplate::new(&source)?, TemplateSource::Checkpoint),
+            None => {
+                let builtin = builtin_template(config);
+                notes.push(format!(
+                    "the checkpoint has no chat template; the built-in {builtin:?} one is used"
+                ));
+                (ChatTemplate::builtin(builtin), TemplateSource::BuiltIn)
+            }
+        };
+        let unknown = template.unknown_markers(&tokenizer);
+        if !unknown.is_empty() {
+            let list = unknown.join(" ");
+            notes.push(format!("the chat template writes markers that the vocabulary does not have: {list}"));
+        }
+        Ok(Gemma {
+            stepper,
+            tokenizer,
+            template,
+            template_source,
+            defaults,
+            notes,
+            load_time: start.elapsed(),
+            fed: Vec::new(),
+        })
+    }
+
+    /// Completes raw text: the prompt gets exactly one BOS and no template. Markers spelled in it are read as
+    /// the control tokens that they spell.
+    ///
+    /// # Errors
+    /// What the engine refuses; nothing has run then.
+    pub fn complete(&mut self, prompt: &str, options: &AnswerOptions) -> Result<Answer<'_>> {
+        let ids = self.tokenizer.encode_prompt(prompt, Specials::Parse)?;
+        self.complete_ids(&ids, options)
+    }
+
+    /// Completes a prompt of ids, as they stand.
+    ///
+    /// # Errors
+    /// What the engine refuses.
+    pub fn complete_ids(&mut self, ids: &[u32], options: &AnswerOptions) -> Result<Answer<'_>> {
+        let Gemma { stepper, tokenizer, fed, defaults, .. } = self;
+        let reader = Reader::Raw(StreamDecoder::without_specials(tokenizer));
+        start(stepper, fed, &defaults.stop_ids, reader, ids, options)
+    }
+
+    /// Answers a conversation through the chat template. What the sequence already holds of it is not run
+    /// again: a next turn costs its own tokens, unless sliding layers have forgotten what a change would need.
+    ///
+    /// # Errors
+    /// What the template or the engine refuses.
+    pub fn chat(&mut self, input: &ChatInput, options: &AnswerOptions) -> Result<Answer<'_>> {
+        let Gemma { stepper, tokenizer, fed, defaults, template, .. } = self;
+        let prompt = template.encode(tokenizer, input)?;
+        let output = OutputOptions {
+            tools: Tools::new(&input.tools),
+            stop_ids: defaults.stop_ids.clone(),
+            ..OutputOptions::default()
+        };
+        let reader = Reader::Reply(OutputParser::new(tokenizer, &prompt.ids, output));
+        start(stepper, fed, &defaults.stop_ids, reader, &prompt.ids, options)
+    }
+
+    /// Answer options with the checkpoint's own sampling.
+    pub fn answer_options(&self, max_tokens: usize) -> AnswerOptions {
+        AnswerOptions { sampling: self.defaults.sampling.clone(), max_tokens, ignore_eos: false }
+    }
+
+    /// The checkpoint's own choices.
+    pub fn defaults(&self) -> &Defaults {
+        &self.defaults
+    }
+
+    /// The tokenizer.
+    pub fn tokenizer(&self) -> &Tokenizer {
+        &self.tokenizer
+    }
+
+    /// The chat template.
+    pub fn template(&self) -> &ChatTemplate {
+        &self.template
+    }
+
+    /// Where the chat template came from; a base model may have none of its own.
+    pub fn template_source(&self) -> TemplateSource {
+        self.template_source
+    }
+
+    /// The model's description.
+    pub fn config(&self) -> &Config {
+        &self.stepper.model().config
+    }
+
+    /// The step API, at the start of an empty single sequence; the next answer starts afresh too.
+    pub fn stepper(&mut self) -> &mut Stepper {
+        self.fed.clear();
+        self.stepper.reset();
+        &mut self.stepper
+    }
+
+    /// The runner, for reports.
+    pub fn runner(&self) -> &Runner {
+        self.stepper.runner()
+    }
+
+    /// What the user should know about the checkpoint: assumptions, fallbacks, ignored tensors.
+    pub fn notes(&self) -> &[String] {
+        &self.notes
+    }
+
+    /// Time from the opened checkpoint to a model that can run.
+    pub fn load_time(&self) -> Duration {
+        self.load_time
+    }
+}
+
+/// Rewinds to what the prompt and the sequence have in common and begins with the rest.
+fn start<'a>(
+    stepper: &'a mut Stepper,
+    fed: &'a mut Vec<u32>,
+    stop_ids: &[u32],
+    reader: Reader<'a>,
+    ids: &[u32],
+    options: &AnswerOptions,
+) -> Result<Answer<'a>> {
+    let common = ids.iter().zip(fed.iter()).take_while(|(a, b)| a == b).count();
+    // At least one token must run to have logits.
+    let keep = common.min(ids.len().saturating_sub(1)).min(stepper.cursor());
+    let reused = match stepper.rewind(keep) {
+        Ok(()) => keep,
+        Err(_) => {
+            stepper.reset();
+            0
+        }
+    };
+    fed.truncate(reused);
+    let request = Request {
+        prompt: Prompt::from(&ids[reused..]),
+        sampling: options.sampling.clone(),
+        max_tokens: options.max_tokens,
+        stop_ids: if options.ignore_eos { Vec::new() } else { stop_ids.to_vec() },
+    };
+    let generation = Generation::new(stepper, request)?;
+    fed.extend_from_slice(&ids[reused..]);
+    Ok(Answer {
+        generation,
+        reader,
+        fed,
+        prompt_tokens: ids.len(),
+        reused,
+        ids: Vec::new(),
+        call: None,
+        ready: VecDeque::new(),
+        done: false,
+    })
+}
+
+/// Builds a checkpoint's model on the CPU, without any text.
+///
+/// # Errors
+/// As [`Gemma::load`].
+pub fn load_stepper(
+    checkpoint: &Checkpoint,
+    options: &LoadOptions,
+    progress: &mut dyn FnMut(Progress),
+) -> Result<Stepper> {
+    let mut config = Config::from_checkpoint(checkpoint)?;
+    if let Some(cap) = options.final_softcap {
+        config.notes.push(format!("final logit softcap {cap} in place of {:?}", config.final_softcap));
+        config.final_softcap = Some(cap);
+    }
+    let cpu = CpuOptions { threads: options.threads, compute: options.compute, level: options.level };
+    let mut backend: Box<dyn Backend> = Box::new(CpuBackend::new(cpu)?);
+    let context = options.context_for(&config);
+    let limits = Limits { rows: options.chunk.clamp(1, context.max(1)), head_rows: options.head_rows.max(1) };
+    let build = BuildOptions { limits, embed_scale: options.embed_scale };
+    let model = Model::build(config, checkpoint, backend.as_mut(), &build, progress)?;
+    let runner = Runner::new(model, backend, [options.kv_format(); 2], context)?;
+    Ok(Stepper::new(runner, context))
+}
+
+fn builtin_template(config: &Config) -> Builtin {
+    match config.family {
+        Family::Gemma3 => Builtin::Gemma3,
+        Family::Gemma4 if config.per_layer.is_some() => Builtin::Gemma4Small,
+        Family::Gemma4 => Builtin::Gemma4,
+    }
+}

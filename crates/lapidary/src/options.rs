@@ -1,0 +1,74 @@
+//! What a caller chooses at load and per answer.
+
+pub use lapidary_cpu::{Compute, Level};
+use lapidary_engine::sampling::SamplingParams;
+use lapidary_model::{Config, EmbedScale};
+use lapidary_ops::KvFormat;
+
+/// Choices at load.
+#[derive(Clone, Debug)]
+pub struct LoadOptions {
+    /// Positions of the single sequence; the model's own limit, at most 8192, when not given.
+    pub context: Option<usize>,
+    /// Rows of one batch: the largest prefill chunk.
+    pub chunk: usize,
+    /// Rows of one batch whose logits may be wanted.
+    pub head_rows: usize,
+    /// Workers; the cores that the process may really use when not given.
+    pub threads: Option<usize>,
+    /// Arithmetic: true float32, or quantised activations.
+    pub compute: Compute,
+    /// Element type of keys and values; float32 in the float32 mode and f16 otherwise when not given.
+    pub kv: Option<KvFormat>,
+    /// How embeddings are scaled.
+    pub embed_scale: EmbedScale,
+    /// Replaces the checkpoint's final softcap.
+    pub final_softcap: Option<f32>,
+    /// Forces the instruction set down, for tests and emergencies.
+    pub level: Option<Level>,
+}
+
+impl Default for LoadOptions {
+    fn default() -> LoadOptions {
+        LoadOptions {
+            context: None,
+            chunk: 512,
+            head_rows: 16,
+            threads: None,
+            compute: Compute::Fast,
+            kv: None,
+            embed_scale: EmbedScale::Auto,
+            final_softcap: None,
+            level: None,
+        }
+    }
+}
+
+/// Context when none is asked for: the model's own limit, but no more than this.
+pub const DEFAULT_CONTEXT: usize = 8192;
+
+impl LoadOptions {
+    /// The context for a model.
+    pub fn context_for(&self, config: &Config) -> usize {
+        self.context.unwrap_or(config.max_positions.min(DEFAULT_CONTEXT))
+    }
+
+    /// The element type of keys and values.
+    pub fn kv_format(&self) -> KvFormat {
+        self.kv.unwrap_or(match self.compute {
+            Compute::F32 => KvFormat::F32,
+            Compute::Fast => KvFormat::F16,
+        })
+    }
+}
+
+/// Choices per answer.
+#[derive(Clone, Debug)]
+pub struct AnswerOptions {
+    /// How tokens are chosen; [`Gemma::defaults`](crate::Gemma::defaults) has the checkpoint's own choice.
+    pub sampling: SamplingParams,
+    /// Most tokens.
+    pub max_tokens: usize,
+    /// Goes on after a token that would end the answer.
+    pub ignore_eos: bool,
+}
