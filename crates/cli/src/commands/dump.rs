@@ -103,8 +103,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
         None => Vec::new(),
     };
     let wanted = wanted(args, &config)?;
-    let mut options = args.load.options();
-    options.compute = args.dtype.compute();
+    let mut options = args.load.options(args.dtype);
     if let Some(scale) = args.embed_scale {
         options.embed_scale = scale.scale();
     }
@@ -114,6 +113,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     (options.chunk, options.head_rows) = (rows, rows);
     options.context = Some(args.load.ctx.map_or(args.tokens.len(), |c| c as usize));
     let mut stepper = load::stepper(&checkpoint, &options, &args.load.device)?;
+    load::tell_notes(&stepper);
     let prompt = Prompt { tokens: args.tokens.clone(), soft };
     let captured = capture(&mut stepper, &prompt, &wanted)?;
     if let Some(c) =
