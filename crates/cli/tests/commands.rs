@@ -217,6 +217,42 @@ fn a_chat_goes_on_from_turn_to_turn() {
     assert_eq!(chat["messages"][2]["content"].as_str().unwrap(), out.lines().next().unwrap());
 }
 
+/// Ctrl-C ends the answer; the chat goes on with what was said until then.
+#[cfg(unix)]
+#[test]
+fn an_interrupt_stops_the_answer_and_not_the_chat() {
+    use std::io::{Read, Write};
+    use std::process::Stdio;
+    let folder = tempfile::tempdir().unwrap();
+    let saved = folder.path().join("chat.json");
+    // So hot that the model rambles until the context is full.
+    let flags =
+        ["--temperature", "9", "--top-k", "0", "--top-p", "1", "--seed", "7", "--level", "scalar", "--stats"];
+    let mut child = command()
+        .args(["chat", "--compute", "f32"])
+        .args(flags)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let (mut input, mut output) = (child.stdin.take().unwrap(), child.stdout.take().unwrap());
+    writeln!(input, "Tell me a story.").unwrap();
+    let mut first = [0];
+    output.read_exact(&mut first).unwrap();
+    let killed = std::process::Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
+    assert!(killed.success());
+    writeln!(input, "/save {}\n/quit", saved.display()).unwrap();
+    let mut rest = String::new();
+    output.read_to_string(&mut rest).unwrap();
+    let ran = finish(child.wait_with_output().unwrap());
+    assert!(ran.err.contains("[stopped]") && ran.err.contains("2 messages are in"), "{ran:?}");
+    ran.ok();
+    let chat = json(&std::fs::read_to_string(&saved).unwrap());
+    let said = format!("{}{rest}", first[0] as char);
+    assert_eq!(chat["messages"][1]["content"].as_str().unwrap().trim_end(), said.trim_end());
+}
+
 #[test]
 fn a_chat_survives_its_errors() {
     let model = pebble();
