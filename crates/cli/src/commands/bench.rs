@@ -15,6 +15,8 @@ use crate::model_args::{DeviceArgs, ModelArgs};
 use crate::report::{Align, Table, bytes, count, median};
 use crate::source;
 
+/// Measure prompt and decode speed.
+///
 /// Measures how many tokens a second a model reads (pp, prompt processing) and writes (tg, text generation), and how near
 /// writing is to the memory's speed: each written token reads the weights once, so bandwidth / bytes is the limit.
 #[derive(Debug, clap::Args)]
