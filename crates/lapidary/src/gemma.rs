@@ -253,7 +253,8 @@ pub fn load_stepper(
 ) -> Result<Stepper> {
     let mut config = Config::from_checkpoint(checkpoint)?;
     if let Some(cap) = options.final_softcap {
-        config.notes.push(format!("final logit softcap {cap} in place of {:?}", config.final_softcap));
+        let own = config.final_softcap.map_or("none".to_owned(), |own| own.to_string());
+        config.notes.push(format!("final logit softcap {cap} as asked, in place of the checkpoint's {own}"));
         config.final_softcap = Some(cap);
     }
     let cpu = CpuOptions { threads: options.threads, compute: options.compute, level: options.level };
