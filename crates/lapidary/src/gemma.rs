@@ -83,8 +83,7 @@ impl Gemma {
             return Err(Error::VocabularyMismatch { tokenizer, model: config.vocab });
         }
         let defaults = Defaults::new(config, text_source::generation(checkpoint).as_ref(), Some(&tokenizer))?;
-        let mut notes = checkpoint.notes();
-        notes.extend(config.notes.iter().cloned());
+        let mut notes = load_notes(checkpoint, config)?;
         let (template, template_source) = match text_source::template(checkpoint)? {
             Some(source) => (ChatTemplate::new(&source)?, TemplateSource::Checkpoint),
             None => {
@@ -254,7 +253,8 @@ pub fn load_stepper(
 ) -> Result<Stepper> {
     let mut config = Config::from_checkpoint(checkpoint)?;
     if let Some(cap) = options.final_softcap {
-        config.notes.push(format!("final logit softcap {cap} in place of {:?}", config.final_softcap));
+        let own = config.final_softcap.map_or("none".to_owned(), |own| own.to_string());
+        config.notes.push(format!("final logit softcap {cap} as asked, in place of the checkpoint's {own}"));
         config.final_softcap = Some(cap);
     }
     let cpu = CpuOptions { threads: options.threads, compute: options.compute, level: options.level };
@@ -265,6 +265,25 @@ pub fn load_stepper(
     let model = Model::build(config, checkpoint, backend.as_mut(), &build, progress)?;
     let runner = Runner::new(model, backend, [options.kv_format(); 2], context)?;
     Ok(Stepper::new(runner, context))
+}
+
+/// What the checkpoint and its config give cause to say, once the model is built.
+fn load_notes(checkpoint: &Checkpoint, config: &Config) -> Result<Vec<String>> {
+    let mut notes = checkpoint.notes();
+    notes.extend(config.notes.iter().cloned());
+    let ignored = checkpoint.ignored();
+    if ignored.tensors() > 0 {
+        notes.push(format!(
+            "{} tensors of vision, {} of audio and {} between a tower and the text model are not read",
+            ignored.vision, ignored.audio, ignored.projector
+        ));
+    }
+    if config.tied && checkpoint.head_differs()? == Some(true) {
+        notes.push(
+            "the file's output head differs from the embedding that it is tied to elsewhere: the head is used".to_owned(),
+        );
+    }
+    Ok(notes)
 }
 
 fn builtin_template(config: &Config) -> Builtin {
