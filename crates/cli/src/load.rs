@@ -14,7 +14,11 @@ pub fn plan(checkpoint: &Checkpoint, config: &Config, options: &LoadOptions) -> 
     let context = options.context_for(config);
     let limits = Limits { rows: options.chunk.clamp(1, context.max(1)), head_rows: options.head_rows.max(1) };
     let kv = [options.kv_format(); 2];
-    MemoryPlan::new(checkpoint, config, &PlanOptions { context, sequences: 1, limits, kv })
+    MemoryPlan::new(
+        checkpoint,
+        config,
+        &PlanOptions { context, sequences: 1, limits, kv, compute: options.compute },
+    )
 }
 
 /// Loads a model without its text.

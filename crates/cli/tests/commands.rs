@@ -334,6 +334,26 @@ fn check_at_every_level() {
     }
 }
 
+/// The binary on processors without AVX, with AVX only, and with AVX2, emulated: it runs, slowly, and never dies of an
+/// illegal instruction (M01).
+#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+#[test]
+fn check_on_emulated_processors() {
+    let binary = env!("CARGO_BIN_EXE_lapidary");
+    for (cpu, level) in
+        [("qemu64", "scalar"), ("Nehalem", "scalar"), ("SandyBridge", "scalar"), ("Haswell", "avx2")]
+    {
+        let mut emulator = std::process::Command::new("qemu-x86_64");
+        emulator.args(["-cpu", cpu, binary, "check", "--compute", "f32", "--threads", "1"]);
+        let ran = match emulator.output() {
+            Ok(output) => finish(output),
+            Err(e) => return println!("skipped: qemu-x86_64 of the package qemu-user: {e}"),
+        };
+        assert!(ran.out.contains(&format!("level {level}")), "{cpu}: {ran:?}");
+        assert!(ran.ok().ends_with("\nREADY\n"));
+    }
+}
+
 #[test]
 fn bench_measures_each_test_with_each_thread_count() {
     let model = golden("moe26b");
