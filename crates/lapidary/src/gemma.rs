@@ -147,7 +147,7 @@ impl Gemma {
             stop_ids: defaults.stop_ids.clone(),
             ..OutputOptions::default()
         };
-        let reader = Reader::Reply(OutputParser::new(tokenizer, &prompt.ids, output));
+        let reader = Reader::Reply(Box::new(OutputParser::new(tokenizer, &prompt.ids, output)));
         start(stepper, fed, &defaults.stop_ids, reader, &prompt.ids, options)
     }
 

@@ -90,7 +90,10 @@ fn a_plan_equals_the_allocation() {
             let held = stepper.runner().memory();
             let total = held.weights + held.mapped + held.kv + held.activations;
             let kept = plan.total() as usize;
-            assert!(total >= kept - kept * 3 / 100 && total <= kept + kept * 3 / 100 + scratch, "{total} {plan:?}");
+            assert!(
+                total >= kept - kept * 3 / 100 && total <= kept + kept * 3 / 100 + scratch,
+                "{total} {plan:?}"
+            );
         }
     }
 }
