@@ -13,6 +13,7 @@ use lapidary_text::{
     Builtin, ChatInput, ChatTemplate, OutputOptions, OutputParser, Specials, StreamDecoder, Tokenizer, Tools,
 };
 use lapidary_weights::Checkpoint;
+use serde_json::Value;
 
 use crate::answer::{Answer, Reader};
 use crate::defaults::Defaults;
@@ -135,9 +136,11 @@ impl Gemma {
     /// again: a next turn costs its own tokens, unless sliding layers have forgotten what a change would need.
     ///
     /// # Errors
-    /// What the template or the engine refuses.
+    /// [`Error::UnreadablePart`] for a picture or a sound, which are not read; what the template or the engine
+    /// refuses.
     pub fn chat(&mut self, input: &ChatInput, options: &AnswerOptions) -> Result<Answer<'_>> {
         let Gemma { stepper, tokenizer, fed, defaults, template, .. } = self;
+        refuse_unreadable_parts(input)?;
         let prompt = template.encode(tokenizer, input)?;
         let output = OutputOptions {
             tools: Tools::new(&input.tools),
@@ -199,6 +202,21 @@ impl Gemma {
     pub fn load_time(&self) -> Duration {
         self.load_time
     }
+}
+
+/// A template writes a marker for a picture; without the picture's rows behind it, the model would answer as if none
+/// had been sent.
+fn refuse_unreadable_parts(input: &ChatInput) -> Result<()> {
+    for (message, value) in input.messages.iter().enumerate() {
+        let parts = value.get("content").and_then(Value::as_array);
+        for part in parts.into_iter().flatten() {
+            let kind = part.get("type").and_then(Value::as_str).unwrap_or_default();
+            if kind != "text" {
+                return Err(Error::UnreadablePart { message, kind: kind.to_owned() });
+            }
+        }
+    }
+    Ok(())
 }
 
 /// Rewinds to what the prompt and the sequence have in common and begins with the rest.

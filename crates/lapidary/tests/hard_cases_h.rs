@@ -1,6 +1,6 @@
 //! Required behaviours of loading (H03, H04) through the whole way from a file to a step. Those of scales (H01) are
 //! tested with the weights crate, those of layouts, heads and rotation (H02, H06, H07, H08) in `formats.rs`, those that
-//! end in a note (H05, H06) in `notes.rs`.
+//! end in a note (H05, H06) in `front_door.rs`.
 
 mod common;
 

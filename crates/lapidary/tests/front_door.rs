@@ -1,14 +1,15 @@
 //! What a loaded model tells its user of: a softcap put in place of the file's (A05), towers that are not read (H05), a
-//! head that is not the embedding (H06).
+//! head that is not the embedding (H06). And a picture, which it refuses (J04).
 
 mod common;
 
 use std::path::{Path, PathBuf};
 
 use common::files::{Tensor, decoded_tensors, rewritten, save};
-use lapidary::{Compute, Gemma, LoadOptions};
+use lapidary::{ChatInput, Compute, Error, Gemma, LoadOptions};
 use lapidary_reference::{Limits, assert_close, compare};
 use lapidary_weights::Checkpoint;
+use serde_json::json;
 
 const PROMPT: [u32; 5] = [2, 60, 71, 99, 130];
 
@@ -129,4 +130,26 @@ fn h06_a_head_is_used_and_noted_when_it_differs() {
     let edit = |name: &str, b: &[u8]| Some(if name == "output.weight" { half_block(b) } else { b.to_vec() });
     rewritten(&file, &half, edit, &head, &[]);
     check([&file, &equal, &half], "GGUF");
+}
+
+#[test]
+fn j04_a_picture_or_a_sound_is_refused_by_its_place() {
+    let mut gemma = load(&root().join("models/pebble-moe-q8_0.gguf"), &options()).0;
+    let answer = gemma.answer_options(3);
+    let text = json!({"type": "text", "text": "Hi"});
+    let mut ask = |part: serde_json::Value| {
+        let messages = vec![
+            json!({"role": "system", "content": "Be kind."}),
+            json!({"role": "user", "content": [text, part]}),
+        ];
+        let input = ChatInput { messages, ..ChatInput::default() };
+        gemma.chat(&input, &answer).map(drop)
+    };
+    for kind in ["image", "image_url", "input_audio", "video", "file"] {
+        let error = ask(json!({"type": kind, "url": "x"})).unwrap_err();
+        assert!(matches!(&error, Error::UnreadablePart { message: 1, kind: k } if k == kind), "{error}");
+        assert!(error.to_string().contains(kind));
+    }
+    assert!(matches!(ask(json!({"text": "x"})), Err(Error::UnreadablePart { message: 1, .. })));
+    ask(json!({"type": "text", "text": "there"})).unwrap();
 }
