@@ -368,7 +368,7 @@ __global__ void __launch_bounds__(288, OCC) skinny(const __grid_constant__ Skinn
   const int per_expert = (a.strips + unit_strips - 1) >> lunit, u0 = blockIdx.x / planes, ustep = gridDim.x / planes;
   if (threadIdx.x == 256) {
     for (int i = 0; i < NS; i++) { mbar_init(full + i, 1); mbar_init(empty + i, 8); }
-    for (int i = 0; i < 2; i++) { mbar_init(rfull + i, 8); mbar_init(rempty + i, reducers); }
+    for (int i = 0; i < 2; i++) { mbar_init(rfull + i, 256); mbar_init(rempty + i, reducers); }
     fence_barrier_init();
     fence_proxy_async();
   }
@@ -507,8 +507,7 @@ __global__ void __launch_bounds__(288, OCC) skinny(const __grid_constant__ Skinn
         if (SETS == 2) { float4 o = *(float4*)acc[SETS - 1][ms][n]; s.x += o.x; s.y += o.y; s.z += o.z; s.w += o.w; }
         *(float4*)(rb + ((warp * MS + ms) * NT + n) * 128 + lane * 4) = s;
       }
-    __syncwarp();
-    if (lane == 0) mbar_arrive(rfull + buf);
+    mbar_arrive(rfull + buf);  // every lane for itself: racecheck does not follow a warp's writes through one lane's arrival
     const int turn = (warp - it) & 7;
     if (turn >= reducers) continue;
     mbar_wait(rfull + buf, phase);
