@@ -21,8 +21,6 @@ __global__ void __launch_bounds__(256) barriers(unsigned* c, int n) {
     __syncthreads();
   }
 }
-// Where input k of x goes for a format whose lanes take 16 neighbours (NVFP4).
-__device__ __forceinline__ int place(bool wide, int k) { return wide ? (k & ~63) | (k >> 3 & 1) << 5 | (k >> 4 & 3) << 3 | (k & 7) : k; }
 // One block a row; same arithmetic as make_x.
 __global__ void __launch_bounds__(1024) norm_kernel(SkinnyArgs a, bf16* x, int rows, bool wide) {
   __shared__ float red[32];
@@ -54,7 +52,7 @@ __global__ void __launch_bounds__(1024) norm_kernel(SkinnyArgs a, bf16* x, int r
   s = rsqrtf(block_sum(v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w) / a.K + NORM_EPS);
   if (i < n4) {
     const float4 g = pre;
-    *(uint2*)(x + (size_t)r * a.K + place(wide, 4 * i)) = make_uint2(pack_bf16x2(v.x * s * g.x, v.y * s * g.y), pack_bf16x2(v.z * s * g.z, v.w * s * g.w));
+    *(uint2*)(x + (size_t)r * a.K + x_place(wide, 4 * i)) = make_uint2(pack_bf16x2(v.x * s * g.x, v.y * s * g.y), pack_bf16x2(v.z * s * g.z, v.w * s * g.w));
   }
 }
 // In place of attention: width K of bf16 from width M of float32, normed over 256.
@@ -68,14 +66,14 @@ __global__ void __launch_bounds__(256) stand_in(const float* qkv, int M, bf16* o
   __syncthreads();
   s = 0;
   for (int w = 0; w < 8; w++) s += red[w];
-  o[(size_t)r * K + place(wide, i)] = __float2bfloat16(v * rsqrtf(s / 256 + NORM_EPS));
+  o[(size_t)r * K + x_place(wide, i)] = __float2bfloat16(v * rsqrtf(s / 256 + NORM_EPS));
 }
 __global__ void __launch_bounds__(256) geglu(const float* gu, int M, bf16* h, bool wide) {  // 8 gate, 8 up, 8 gate, ...
   pdl_launch(); pdl_wait();
   const int r = blockIdx.y, i = blockIdx.x * 256 + threadIdx.x;
   if (i >= M / 2) return;
   const float* p = gu + (size_t)r * M + i / 8 * 16 + i % 8;
-  h[(size_t)r * (M / 2) + place(wide, i)] = __float2bfloat16(gelu_tanh(p[0]) * p[8]);
+  h[(size_t)r * (M / 2) + x_place(wide, i)] = __float2bfloat16(gelu_tanh(p[0]) * p[8]);
 }
 __global__ void fill_bytes(uint8_t* p, size_t n, uint32_t seed) {  // valid in every format: no NaN code, no exponent above one
   for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < n; i += (size_t)gridDim.x * blockDim.x) p[i] = hash32(i, seed) & 0xbf;

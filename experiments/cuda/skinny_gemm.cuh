@@ -29,6 +29,8 @@ struct SkinnyArgs {
   bf16* hidden;
 };
 
+// Where input k of x is stored. Wide formats (a lane's 16 weights are one block): input 16t + 8h + j of each 64 at place 32h + 8t + j.
+__device__ __forceinline__ int x_place(bool wide, int k) { return wide ? (k & ~63) | (k >> 3 & 1) << 5 | (k >> 4 & 3) << 3 | (k & 7) : k; }
 __device__ __forceinline__ void consumers_sync() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
 __device__ __forceinline__ float gelu_tanh(float x) { return 0.5f * x * (1.f + tanhf(0.7978845608f * (x + 0.044715f * x * x * x))); }
 constexpr float NORM_EPS = 1e-6f;
@@ -102,9 +104,7 @@ template <class F, int RM> __device__ __forceinline__ void make_x(const SkinnyAr
       if (i < n4) {
         const float4 g = gains.pre[j], u = v[r][j];
         const uint4 x = prescale<F>(make_uint4(pack_bf16x2(u.x * s * g.x, u.y * s * g.y), pack_bf16x2(u.z * s * g.z, u.w * s * g.w), 0, 0));
-        // input 16t + 8h + j of each 64 goes to place 32h + 8t + j
-        const int k = 4 * i, at = F::WIDE ? (k & ~63) | (k >> 3 & 1) << 5 | (k >> 4 & 3) << 3 | (k & 7) : k;
-        *(uint2*)(xs + r * stride + at) = make_uint2(x.x, x.y);
+        *(uint2*)(xs + r * stride + x_place(F::WIDE, 4 * i)) = make_uint2(x.x, x.y);
       }
     }
   }
@@ -361,7 +361,7 @@ __global__ void __launch_bounds__(288, OCC) skinny(const __grid_constant__ Skinn
   uint64_t* full = (uint64_t*)(red + 2 * 8 * MS * NT * 128);
   uint64_t* empty = full + NS;
   uint64_t *rfull = empty + NS, *rempty = rfull + 2;  // the two buffers in which warps leave their sums
-  const int reducers = a.rows <= 4 ? 1 : 8;           // warps that add them up and write the outputs
+  const int reducers = min(a.rows, 8);                // warps that add them up and write the outputs
   const int lwk = 3 - a.lwm, wk_n = 1 << lwk, cps = CW << lwk, lunit = a.lwm + (MS == 2), unit_strips = 1 << lunit;  // cps: chunks a stage holds of each strip
   // A block keeps to one part of k (its plane) and takes every (grid / planes)-th unit of strips.
   const int chunks = a.K / F::KC, planes = a.planes, plane = blockIdx.x % planes, c0 = chunks * plane / planes, c1 = chunks * (plane + 1) / planes;
@@ -414,8 +414,21 @@ __global__ void __launch_bounds__(288, OCC) skinny(const __grid_constant__ Skinn
   const int kx0 = c0 * F::KC, kx = (c1 - c0) * F::KC, stride = XS ? kx + 8 : a.ldx;
   if (FUSE & 1) make_x<F, RM>(a, gains, xs, stride, red);
   else if (XS) {
-    const int n = kx / 8;
-    for (int i = threadIdx.x; i < a.xrows * n; i += 256) { const int r = i / n, k = i - r * n; *(uint4*)(xs + r * stride + 8 * k) = prescale<F>(*(const uint4*)(a.x + (size_t)r * a.ldx + kx0 + 8 * k)); }
+    const int n = kx / 8, total = a.xrows * n;
+    if (a.xrows == 1)  // short enough that the divisions below would cost more than they save
+      for (int i = threadIdx.x; i < n; i += 256) *(uint4*)(xs + 8 * i) = prescale<F>(*(const uint4*)(a.x + kx0 + 8 * i));
+    else for (int i0 = threadIdx.x; i0 < total; i0 += 8 * 256) {  // eight loads in flight: one at a time costs 0.3 us each
+      uint4 v[8];
+      int at[8];
+#pragma unroll
+      for (int j = 0; j < 8; j++) {
+        const int i = i0 + j * 256, r = i / n, k = (i - r * n) * 8;
+        at[j] = i < total ? r * stride + k : -1;
+        if (at[j] >= 0) v[j] = *(const uint4*)(a.x + (size_t)r * a.ldx + kx0 + k);
+      }
+#pragma unroll
+      for (int j = 0; j < 8; j++) if (at[j] >= 0) *(uint4*)(xs + at[j]) = prescale<F>(v[j]);
+    }
     consumers_sync();
   }
   const int units = per_expert * (GROUPED ? *a.experts : 1), wm = warp & ((1 << a.lwm) - 1), wk = warp >> a.lwm;
@@ -522,8 +535,7 @@ __global__ void __launch_bounds__(288, OCC) skinny(const __grid_constant__ Skinn
       };
       if (first + strip >= a.strips) continue;
       if (FUSE & 2) {
-        const int k = (first + strip) * 8 + row, at = F::WIDE ? (k & ~63) | (k >> 3 & 1) << 5 | (k >> 4 & 3) << 3 | (k & 7) : k;
-        if (row < 8) a.hidden[(size_t)col * (a.M / 2) + at] = __float2bfloat16(gelu_tanh(sum(row)) * sum(row + 8));
+        if (row < 8) a.hidden[(size_t)col * (a.M / 2) + x_place(F::WIDE, (first + strip) * 8 + row)] = __float2bfloat16(gelu_tanh(sum(row)) * sum(row + 8));
       } else {
         const float sc = a.row_scale ? a.row_scale[(GROUPED ? (size_t)a.experts[1 + e] * a.M : 0) + m] : 1.f;
         a.out[((size_t)plane * a.rows + (GROUPED ? pairs[col] : col)) * a.M + m] = sum(row) * sc;
