@@ -3,7 +3,6 @@
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
-use anyhow::bail;
 use lapidary_weights::Checkpoint;
 
 use crate::model_args::{ModelArgs, StoreArgs};
@@ -12,7 +11,10 @@ use crate::model_args::{ModelArgs, StoreArgs};
 pub fn open(args: &ModelArgs) -> anyhow::Result<Checkpoint> {
     match &args.model {
         Some(model) => Ok(Checkpoint::open(path(model, args.store)?)?),
-        None => bail!("no model was given and this build has none built in; name one with -m MODEL"),
+        #[cfg(feature = "pebble")]
+        None => Ok(lapidary::builtin()?),
+        #[cfg(not(feature = "pebble"))]
+        None => anyhow::bail!("no model was given and this build has none built in; name one with -m MODEL"),
     }
 }
 
@@ -47,7 +49,7 @@ fn from_hub(name: &str, store: StoreArgs) -> anyhow::Result<PathBuf> {
 
 #[cfg(not(feature = "hub"))]
 fn from_hub(name: &str, _: StoreArgs) -> anyhow::Result<PathBuf> {
-    bail!(
+    anyhow::bail!(
         "there is no file or folder {name}, and this build cannot download models; name a folder or a .gguf file"
     )
 }

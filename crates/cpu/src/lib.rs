@@ -15,6 +15,7 @@ mod attention;
 mod backend;
 mod buffers;
 mod decode;
+pub mod footprint;
 mod int8;
 mod kv;
 mod level;

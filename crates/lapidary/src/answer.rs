@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 use lapidary_engine::generate::{Event, FinishReason, Generation, Usage};
-use lapidary_text::{Event as Part, OutputParser, StreamDecoder, ToolCall};
+use lapidary_text::{Event as Part, OutputParser, StreamDecoder, Tokenizer, ToolCall};
 
 use crate::error::Result;
 
@@ -24,9 +24,9 @@ pub enum Piece {
 #[derive(Debug)]
 pub(crate) enum Reader<'a> {
     /// Text as it stands, without control tokens.
-    Raw(StreamDecoder<'a>),
+    Raw(StreamDecoder<&'a Tokenizer>),
     /// A chat reply.
-    Reply(OutputParser<'a>),
+    Reply(Box<OutputParser<&'a Tokenizer>>),
 }
 
 /// An answer in progress; iterate over its pieces. Dropping it stops it.

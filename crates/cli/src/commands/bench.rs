@@ -6,15 +6,17 @@ use std::time::Instant;
 
 use lapidary::bandwidth::{ReadBandwidth, read_bandwidth};
 use lapidary::plan::MemoryPlan;
-use lapidary_engine::{Heads, Prompt, Stepper};
 use lapidary::{Checkpoint, Config};
+use lapidary_engine::{Heads, Prompt, Stepper};
 use serde_json::{Value, json};
 
 use crate::load;
-use crate::model_args::{DeviceArgs, ModelArgs};
+use crate::model_args::{ComputeFlag, DeviceArgs, ModelArgs};
 use crate::report::{Align, Table, bytes, count, median};
 use crate::source;
 
+/// Measure prompt and decode speed.
+///
 /// Measures how many tokens a second a model reads (pp, prompt processing) and writes (tg, text generation), and how near
 /// writing is to the memory's speed: each written token reads the weights once, so bandwidth / bytes is the limit.
 #[derive(Debug, clap::Args)]
@@ -38,6 +40,8 @@ pub struct Args {
     /// Most prompt tokens in one batch
     #[arg(long, value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..=16384))]
     pub chunk: u32,
+    #[command(flatten)]
+    pub compute: ComputeFlag,
     #[command(flatten)]
     pub device: DeviceArgs,
     /// Print JSON
@@ -75,7 +79,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     let generates = args.generate.iter().filter(|&&n| n > 0).map(|&n| Test::Generate(n as usize));
     let tests: Vec<Test> = prompts.chain(generates).collect();
     let longest = args.prompt.iter().chain(&args.generate).copied().max().unwrap_or(0) as usize;
-    let mut options = args.device.options();
+    let mut options = args.device.options(args.compute.compute);
     options.context = Some(longest + 1);
     options.chunk = args.chunk as usize;
     let plan = load::plan(&checkpoint, &config, &options);
@@ -88,6 +92,9 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     for &threads in &threads {
         options.threads = Some(threads);
         let mut stepper = load::stepper(&checkpoint, &options, &args.device)?;
+        if level.is_empty() {
+            load::tell_notes(&stepper);
+        }
         level = stepper.runner().report().level;
         for &test in &tests {
             let rates =
@@ -160,7 +167,7 @@ impl About<'_> {
             count(self.checkpoint.parameters()),
             bytes(self.plan.weight_bytes()),
             self.formats(),
-            self.args.device.compute.name(),
+            self.args.compute.compute.name(),
             self.level
         );
         let mut table = Table::new(&[
@@ -238,7 +245,7 @@ impl About<'_> {
             "weight_bytes": self.plan.weight_bytes(),
             "weight_bytes_per_token": self.plan.weight_bytes_per_token,
             "format": self.formats(),
-            "compute": self.args.device.compute.name(),
+            "compute": self.args.compute.compute.name(),
             "level": self.level,
             "chunk": self.args.chunk,
             "repetitions": self.args.repetitions,

@@ -12,11 +12,13 @@ use serde_json::{Value, json};
 use crate::failure;
 use crate::interrupt::Interrupt;
 use crate::load;
-use crate::model_args::{LoadArgs, ModelArgs};
+use crate::model_args::{ComputeFlag, LoadArgs, ModelArgs};
 use crate::sampling_args::SamplingArgs;
 use crate::source;
 use crate::speak::{Said, Show, speak};
 
+/// Hold a conversation.
+///
 /// Holds a conversation. Ctrl-C stops an answer, Ctrl-D ends the chat; the arrow keys bring back earlier lines. What the
 /// model has read of the conversation is not read again in the next turn.
 #[derive(Debug, clap::Args)]
@@ -36,6 +38,8 @@ pub struct Args {
     #[command(flatten)]
     pub sampling: SamplingArgs,
     #[command(flatten)]
+    pub compute: ComputeFlag,
+    #[command(flatten)]
     pub load: LoadArgs,
     /// Tell speeds, times and memory after each answer, on stderr
     #[arg(long)]
@@ -54,7 +58,7 @@ A line that is to begin with a slash is written with two.";
 
 pub fn run(args: &Args) -> anyhow::Result<()> {
     let mut chat = Chat {
-        gemma: load::gemma(&args.model, &args.load)?,
+        gemma: load::gemma(&args.model, &args.load, args.compute.compute)?,
         args,
         system: args.system.clone(),
         messages: Vec::new(),
@@ -89,7 +93,8 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
         }
     }
     if let Some(path) = history.filter(|_| terminal) {
-        let saved = path.parent().map_or(Ok(()), std::fs::create_dir_all).is_ok() && editor.save_history(&path).is_ok();
+        let saved = path.parent().map_or(Ok(()), std::fs::create_dir_all).is_ok()
+            && editor.save_history(&path).is_ok();
         if !saved {
             eprintln!("note: the history could not be written to {}", path.display());
         }
@@ -167,7 +172,8 @@ impl Chat<'_> {
             None if said.text.is_empty() => eprintln!("[stopped; the turn was taken back]"),
             None => eprintln!("[stopped]"),
             Some(_) => {
-                let context = self.args.load.options().context_for(self.gemma.config());
+                let context =
+                    self.args.load.options(self.args.compute.compute).context_for(self.gemma.config());
                 said.remark(context).iter().for_each(|r| eprintln!("note: {r}"));
             }
         }
@@ -181,8 +187,7 @@ impl Chat<'_> {
     fn answer(&mut self) -> anyhow::Result<Said> {
         let system = self.system.as_ref().map(|text| json!({"role": "system", "content": text}));
         let messages = system.into_iter().chain(self.messages.iter().cloned()).collect();
-        let input =
-            ChatInput { messages, enable_thinking: Some(self.args.think), ..ChatInput::default() };
+        let input = ChatInput { messages, enable_thinking: Some(self.args.think), ..ChatInput::default() };
         let options = self.args.sampling.options(&self.gemma, usize::MAX);
         let interrupt = Interrupt::listen();
         speak(self.gemma.chat(&input, &options)?, Show::Stream, Some(&interrupt))
@@ -199,9 +204,11 @@ impl Chat<'_> {
 
     /// Takes over a conversation; nothing has changed after an error.
     fn load(&mut self, path: &Path) -> anyhow::Result<()> {
-        let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
-        let (system, messages) = conversation(&text)
-            .with_context(|| format!("{} holds no conversation; expected what /save writes", path.display()))?;
+        let text =
+            std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+        let (system, messages) = conversation(&text).with_context(|| {
+            format!("{} holds no conversation; expected what /save writes", path.display())
+        })?;
         eprintln!("{} messages from {}", messages.len() + usize::from(system.is_some()), path.display());
         (self.system, self.messages) = (system, messages);
         Ok(())
@@ -242,7 +249,9 @@ mod tests {
         let good = r#"{"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]}"#;
         let (system, messages) = conversation(good).unwrap();
         assert_eq!((system.as_deref(), messages.len()), (Some("s"), 1));
-        for bad in ["", "[]", "{}", r#"{"messages": [{"role": "tool", "content": "x"}]}"#, r#"{"messages": [1]}"#] {
+        for bad in
+            ["", "[]", "{}", r#"{"messages": [{"role": "tool", "content": "x"}]}"#, r#"{"messages": [1]}"#]
+        {
             assert!(conversation(bad).is_err(), "{bad}");
         }
     }

@@ -8,10 +8,12 @@ use lapidary::{Checkpoint, Config};
 use serde_json::json;
 
 use crate::load;
-use crate::model_args::{LoadArgs, ModelArgs};
+use crate::model_args::{ComputeFlag, LoadArgs, ModelArgs};
 use crate::progress::{Bar, Unit};
 use crate::source;
 
+/// Check that this machine and a model are ready.
+///
 /// Checks the machine and, with a model, that it fits and computes: kernels are really run. Prints a line OK, WARN or FAIL
 /// for each thing, and a verdict; the exit code is 0 for READY and 1 for NOT READY.
 #[derive(Debug, clap::Args)]
@@ -20,6 +22,8 @@ lapidary check -m MODEL --full       also every value of the model's files, whic
 pub struct Args {
     #[command(flatten)]
     pub model: ModelArgs,
+    #[command(flatten)]
+    pub compute: ComputeFlag,
     #[command(flatten)]
     pub load: LoadArgs,
     /// Read and validate every tensor of the model
@@ -51,7 +55,7 @@ fn files(checkpoint: &Checkpoint) -> String {
 /// Everything that needs a model. A failure of one part does not keep the others from being looked at, as far as they do
 /// not build on it.
 fn model(args: &Args, checkpoint: &Checkpoint, report: &mut Report) -> anyhow::Result<()> {
-    let options = args.load.options();
+    let options = args.load.options(args.compute.compute);
     let config = match Config::from_checkpoint(checkpoint) {
         Ok(config) => config,
         Err(e) => return report.add(Finding::failed("config", &crate::failure::line(&e.into()))),
@@ -78,6 +82,10 @@ fn model(args: &Args, checkpoint: &Checkpoint, report: &mut Report) -> anyhow::R
     let formats: Vec<_> = checkpoint.formats().iter().map(|f| f.format).collect();
     report.all(check::device(&stepper.runner().report(), &formats))?;
     report.add(check::forward(&mut stepper))?;
+    #[cfg(feature = "pebble")]
+    if args.model.model.is_none() {
+        report.add(check::forward_sums(&mut stepper, &check::BUILTIN_SUMS))?;
+    }
     // Two slots of two windows and a bit: both groups' pages wrap and border on one another.
     let context = (2 * config.window + 33).min(options.context_for(&config));
     report.add(check::slots(&mut stepper, 2, context))

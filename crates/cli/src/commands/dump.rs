@@ -5,9 +5,9 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
 use clap::ValueEnum;
+use lapidary::Config;
 use lapidary::capture::{Captured, Values, Wanted, capture};
 use lapidary_engine::{Prompt, SoftKind, SoftSpan};
-use lapidary::Config;
 use lapidary_weights::safetensors::{Dtype, File, NewTensor, write};
 
 use crate::failure::Usage;
@@ -15,6 +15,8 @@ use crate::load;
 use crate::model_args::{ComputeArg, LoadArgs, ModelArgs, ScaleArg};
 use crate::source;
 
+/// Write logits and activations of a prompt to a file.
+///
 /// Runs a prompt of token ids and writes the logits of every position, and activations on request, as float32 to a
 /// safetensors file: for comparisons with other engines.
 #[derive(Debug, clap::Args)]
@@ -22,8 +24,8 @@ use crate::source;
 logits [T, V]            after the softcap\n  \
 hidden.N [T, H]          output of layer N after its scalar (--layers)\n  \
 embed, final_norm [T, H] scaled embeddings; the residual after the final norm (--also)\n  \
-attn.N.q, attn.N.o [T, heads, D]     queries normed and rotated; heads before the output projection (--also attn)\n  \
-router_idx, router_weight [L, T, K]  experts by falling probability and their weights (--also router)\n  \
+attn.N.q, attn.N.o [T, heads, D]     queries; heads before projection (--also attn)\n  \
+router_idx, router_weight [L, T, K]  chosen experts, best first (--also router)\n  \
 per_layer_inputs [T, L, P]           combined per-layer inputs (--also per_layer)\n\n\
 Example:\n  lapidary dump -m MODEL --tokens 2,9259,1902 --layers all --dtype f32 -o out.safetensors")]
 pub struct Args {
@@ -101,8 +103,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
         None => Vec::new(),
     };
     let wanted = wanted(args, &config)?;
-    let mut options = args.load.options();
-    options.compute = args.dtype.compute();
+    let mut options = args.load.options(args.dtype);
     if let Some(scale) = args.embed_scale {
         options.embed_scale = scale.scale();
     }
@@ -112,6 +113,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     (options.chunk, options.head_rows) = (rows, rows);
     options.context = Some(args.load.ctx.map_or(args.tokens.len(), |c| c as usize));
     let mut stepper = load::stepper(&checkpoint, &options, &args.load.device)?;
+    load::tell_notes(&stepper);
     let prompt = Prompt { tokens: args.tokens.clone(), soft };
     let captured = capture(&mut stepper, &prompt, &wanted)?;
     if let Some(c) =

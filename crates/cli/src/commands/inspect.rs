@@ -4,17 +4,19 @@ use std::ffi::OsString;
 use std::io::{Write, stdout};
 
 use lapidary::plan::MemoryPlan;
+use lapidary::{Checkpoint, LoadOptions};
 use lapidary_model::{Config, Family, LayerConfig, VisionBlocks};
 use lapidary_ops::{Group, PAGE_TOKENS};
-use lapidary::{Checkpoint, LoadOptions};
 use lapidary_weights::Kind;
 use serde_json::{Value, json};
 
 use crate::load;
-use crate::model_args::{DeviceArgs, StoreArgs};
+use crate::model_args::{ComputeFlag, DeviceArgs, StoreArgs};
 use crate::report::{Align, Table, bytes, count};
 use crate::source;
 
+/// Show what is in a model and how much memory it takes.
+///
 /// Shows a model's configuration, layers, number formats and parameters, and plans its memory for a context. Only headers
 /// are read, so this is instant whatever the model's size.
 #[derive(Debug, clap::Args)]
@@ -29,6 +31,8 @@ pub struct Args {
     /// Tokens of context to plan for; the model's own limit, at most 8192, when not given
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1 << 24))]
     pub ctx: Option<u64>,
+    #[command(flatten)]
+    pub compute: ComputeFlag,
     #[command(flatten)]
     pub device: DeviceArgs,
     /// Most prompt tokens in one batch
@@ -45,7 +49,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     let options = LoadOptions {
         context: args.ctx.map(|c| c as usize),
         chunk: args.chunk as usize,
-        ..args.device.options()
+        ..args.device.options(args.compute.compute)
     };
     let plan = load::plan(&checkpoint, &config, &options);
     let mut out = stdout().lock();

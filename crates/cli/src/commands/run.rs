@@ -8,17 +8,21 @@ use lapidary::{ChatInput, Gemma, TemplateSource};
 use serde_json::json;
 
 use crate::load;
-use crate::model_args::{LoadArgs, ModelArgs};
+use crate::model_args::{ComputeFlag, LoadArgs, ModelArgs};
 use crate::sampling_args::SamplingArgs;
 use crate::speak::{Show, speak};
 
+/// Answer or complete one prompt.
+///
 /// Answers a prompt through the model's chat template, or completes it as it stands: with --raw, and for base models, which
 /// have no template. The answer streams to stdout, everything else goes to stderr.
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Examples:\n  lapidary run \"Once upon a time\"                   the built-in model, offline\n  \
+#[command(
+    after_help = "Examples:\n  lapidary run \"Once upon a time\"                   the built-in model, offline\n  \
 lapidary run -m google/gemma-4-E2B-it \"Why is the sky blue?\" --stats\n  \
 lapidary run -m model.gguf --raw \"def fibonacci(n):\" -n 80 --greedy\n  \
-lapidary run -m MODEL --system \"Answer in French\" < question.txt")]
+lapidary run -m MODEL --system \"Answer in French\" < question.txt"
+)]
 pub struct Args {
     #[command(flatten)]
     pub model: ModelArgs,
@@ -37,6 +41,8 @@ pub struct Args {
     #[command(flatten)]
     pub sampling: SamplingArgs,
     #[command(flatten)]
+    pub compute: ComputeFlag,
+    #[command(flatten)]
     pub load: LoadArgs,
     /// Tell speeds, times and memory afterwards, on stderr
     #[arg(long)]
@@ -51,9 +57,9 @@ const COMPLETION_TOKENS: usize = 256;
 
 pub fn run(args: &Args) -> anyhow::Result<()> {
     let prompt = prompt(args)?;
-    let mut gemma = load::gemma(&args.model, &args.load)?;
+    let mut gemma = load::gemma(&args.model, &args.load, args.compute.compute)?;
     let raw = raw(args, &gemma);
-    let context = args.load.options().context_for(gemma.config());
+    let context = args.load.options(args.compute.compute).context_for(gemma.config());
     let options = args.sampling.options(&gemma, if raw { COMPLETION_TOKENS } else { usize::MAX });
     let show = if args.json { Show::Nothing } else { Show::Stream };
     let said = match raw {
@@ -85,7 +91,9 @@ fn raw(args: &Args, gemma: &Gemma) -> bool {
     if args.raw || gemma.template_source() == TemplateSource::Checkpoint || chat_flags {
         return args.raw;
     }
-    eprintln!("note: the model has no chat template, so the prompt is completed as it stands; lapidary chat answers it");
+    eprintln!(
+        "note: the model has no chat template, so the prompt is completed as it stands; lapidary chat answers it"
+    );
     true
 }
 

@@ -201,7 +201,8 @@ impl Real {
             };
             let dims: Vec<u64> = shape.iter().rev().map(|&d| d as u64).collect();
             let name = spell(role, Spelling::Gguf).expect("GGUF files have this role");
-            w.tensor(&name, &dims, GgmlType::of(format).expect("GGUF has this format")).expect("the shape is legal");
+            w.tensor(&name, &dims, GgmlType::of(format).expect("GGUF has this format"))
+                .expect("the shape is legal");
             let row = format.row_bytes(shape[shape.len() - 1]).expect("rows are whole blocks") as u64;
             let rows: u64 = shape[..shape.len() - 1].iter().map(|&d| d as u64).product();
             data += (rows * row).next_multiple_of(32);
@@ -217,4 +218,3 @@ fn sparse(path: &Path, header: &[u8], hole: u64) {
     file.write_all(header).expect("the header is written");
     file.set_len(header.len() as u64 + hole).expect("the file system has sparse files");
 }
-
