@@ -137,6 +137,11 @@ impl Matrix {
         part.weights.decode_row(isa, row - part.first_row, out);
     }
 
+    /// Whether all of it is packed.
+    pub fn is_packed(&self) -> bool {
+        self.parts.iter().all(|p| matches!(p.weights, Weights::Tiles(_)))
+    }
+
     /// Whether every part but the last is whole tiles of `tile` rows, so that row `tile * i` starts one.
     pub fn is_aligned(&self, tile: usize) -> bool {
         self.parts.iter().all(|p| p.first_row.is_multiple_of(tile))
