@@ -6,12 +6,12 @@
 //! share its segments. A unit of work is a few rows of one sequence and one key/value head with all the query
 //! heads that read it: each page is decoded once for all of them.
 
-use lapidary_ops::{Act, AttnSpec, PAGE_TOKENS};
+use lapidary_ops::{Act, AttnSpec, KvFormat, PAGE_TOKENS};
 
 use crate::int8::activations::BLOCK;
 use crate::kv::{Side, decode};
 use crate::level::{Isa, for_level};
-use crate::linear::f32::{RowsView, dots};
+use crate::linear::f32::{F16, RowsView, dots};
 use crate::math;
 use crate::ops::{CpuOps, Scope};
 use crate::weigh::weigh;
@@ -20,6 +20,8 @@ use crate::weigh::weigh;
 pub(crate) const SEGMENT: usize = 16 * PAGE_TOKENS;
 /// Rows that read a page together.
 const ROWS_PER_UNIT: usize = 8;
+/// Queries of a unit up to which f16 keys and values are read without being decoded to memory first.
+const QUERIES_IN_PLACE: usize = 8;
 /// With fewer units than this for each worker, segments are shared out too.
 const UNITS_PER_WORKER: usize = 2;
 
@@ -261,6 +263,8 @@ impl Unit<'_> {
         let acc = &mut rest[..self.rows * heads * d];
         self.sums.fill(NONE);
         acc.fill(0.0);
+        // With many queries, decoding a page once costs less than loading through a conversion every time.
+        let few = self.rows * heads <= QUERIES_IN_PLACE;
         for from in (segment * SEGMENT..(segment + 1) * SEGMENT).step_by(PAGE_TOKENS) {
             let seen = |i: usize| {
                 let v = ops.visible(self.first + i, spec);
@@ -270,12 +274,17 @@ impl Unit<'_> {
                 continue;
             }
             let (page, _) = pass.upload.cell(ops.batch_row(self.first), spec.cache.group, from as i32);
-            let load = |side, into: &mut [f32]| {
-                // SAFETY: the meeting before this verb ended all writes to the pools.
-                decode(format, unsafe { pass.kv.page(spec.cache, page, side, self.head) }, into);
+            // SAFETY: the meeting before this verb ended all writes to the pools.
+            let page = |side| unsafe { pass.kv.page(spec.cache, page, side, self.head) };
+            let halves = if few && format == KvFormat::F16 {
+                F16::all(page(Side::Keys)).zip(F16::all(page(Side::Values)))
+            } else {
+                None
             };
-            load(Side::Keys, keys);
-            load(Side::Values, values);
+            if halves.is_none() {
+                decode(format, page(Side::Keys), keys);
+                decode(format, page(Side::Values), values);
+            }
             for i in 0..self.rows {
                 let cols = seen(i);
                 if cols.is_empty() {
@@ -284,9 +293,18 @@ impl Unit<'_> {
                 // SAFETY: the meeting before this verb ended all writes to the queries.
                 let row = unsafe { self.qkv.row(self.first + i) };
                 let q = RowsView { values: &row[self.head * heads * d..], stride: d, count: heads };
-                let k = RowsView { values: &keys[cols.start * d..], stride: d, count: cols.len() };
                 scores.fill(f32::NEG_INFINITY);
-                dots(isa, q, k, d, &mut scores[cols.start..], PAGE_TOKENS);
+                let (from, to) = (cols.start * d, &mut scores[cols.start..]);
+                match halves {
+                    Some((keys, _)) => {
+                        let k = RowsView { values: &keys[from..], stride: d, count: cols.len() };
+                        dots(isa, q, k, d, to, PAGE_TOKENS);
+                    }
+                    None => {
+                        let k = RowsView { values: &keys[from..], stride: d, count: cols.len() };
+                        dots(isa, q, k, d, to, PAGE_TOKENS);
+                    }
+                }
                 for (h, scores) in scores.as_chunks_mut::<PAGE_TOKENS>().0.iter_mut().enumerate() {
                     let visible = &mut scores[cols.clone()];
                     math::scale(isa, visible, spec.scale);
@@ -305,7 +323,10 @@ impl Unit<'_> {
                     }
                 }
                 let acc = &mut acc[i * heads * d..(i + 1) * heads * d];
-                weigh(isa, acc, d, scores, values, cols);
+                match halves {
+                    Some((_, values)) => weigh(isa, acc, d, scores, values, cols),
+                    None => weigh(isa, acc, d, scores, values, cols),
+                }
             }
         }
     }

@@ -15,9 +15,10 @@ use lapidary_ops::PAGE_TOKENS;
 use crate::level::Isa;
 #[cfg(any(target_arch = "x86_64", test))]
 use crate::level::Level;
+use crate::linear::f32::Weight;
 
 /// Adds the values of keys `keys` of a page, weighted, for all heads.
-pub(crate) fn weigh(isa: Isa, acc: &mut [f32], d: usize, p: &[f32], v: &[f32], keys: Range<usize>) {
+pub(crate) fn weigh<W: Weight>(isa: Isa, acc: &mut [f32], d: usize, p: &[f32], v: &[W], keys: Range<usize>) {
     let heads = acc.len() / d;
     assert!(acc.len() == heads * d && p.len() >= heads * PAGE_TOKENS && v.len() >= PAGE_TOKENS * d);
     assert!(keys.end <= PAGE_TOKENS);
@@ -32,11 +33,11 @@ pub(crate) fn weigh(isa: Isa, acc: &mut [f32], d: usize, p: &[f32], v: &[f32], k
     }
 }
 
-fn plain(acc: &mut [f32], d: usize, p: &[f32], v: &[f32], keys: Range<usize>) {
+fn plain<W: Weight>(acc: &mut [f32], d: usize, p: &[f32], v: &[W], keys: Range<usize>) {
     for (acc, p) in acc.chunks_exact_mut(d).zip(p.chunks_exact(PAGE_TOKENS)) {
         for j in keys.clone() {
             for (a, v) in acc.iter_mut().zip(&v[j * d..]) {
-                *a += p[j] * v;
+                *a += p[j] * v.value();
             }
         }
     }
@@ -46,7 +47,7 @@ fn plain(acc: &mut [f32], d: usize, p: &[f32], v: &[f32], keys: Range<usize>) {
 #[cfg(target_arch = "x86_64")]
 macro_rules! level {
     ($name:ident, $features:literal, $v:ty, $lanes:literal, $vectors:literal,
-     $load:ident, $store:ident, $set:ident, $fma:ident) => {
+     $load:ident, $weights:ident, $store:ident, $set:ident, $fma:ident) => {
         mod $name {
             use super::*;
             use std::arch::x86_64::*;
@@ -54,13 +55,19 @@ macro_rules! level {
             /// # Safety
             /// The level's features, and the lengths that `weigh` asserts.
             #[target_feature(enable = $features)]
-            pub unsafe fn heads(acc: &mut [f32], d: usize, p: &[f32], v: &[f32], keys: Range<usize>) {
+            pub unsafe fn heads<W: Weight>(
+                acc: &mut [f32],
+                d: usize,
+                p: &[f32],
+                v: &[W],
+                keys: Range<usize>,
+            ) {
                 let heads = acc.len() / d;
                 let mut h = 0;
                 // SAFETY: the groups cover each head once.
                 unsafe {
                     while heads - h >= 4 {
-                        columns::<4>(
+                        columns::<W, 4>(
                             acc.as_mut_ptr().add(h * d),
                             d,
                             p.as_ptr().add(h * PAGE_TOKENS),
@@ -70,7 +77,7 @@ macro_rules! level {
                         h += 4;
                     }
                     while heads - h >= 2 {
-                        columns::<2>(
+                        columns::<W, 2>(
                             acc.as_mut_ptr().add(h * d),
                             d,
                             p.as_ptr().add(h * PAGE_TOKENS),
@@ -80,7 +87,7 @@ macro_rules! level {
                         h += 2;
                     }
                     if heads > h {
-                        columns::<1>(
+                        columns::<W, 1>(
                             acc.as_mut_ptr().add(h * d),
                             d,
                             p.as_ptr().add(h * PAGE_TOKENS),
@@ -95,11 +102,11 @@ macro_rules! level {
             /// As for `heads`; `M` heads at `acc` and `p`.
             #[inline]
             #[target_feature(enable = $features)]
-            unsafe fn columns<const M: usize>(
+            unsafe fn columns<W: Weight, const M: usize>(
                 acc: *mut f32,
                 d: usize,
                 p: *const f32,
-                v: &[f32],
+                v: &[W],
                 keys: &Range<usize>,
             ) {
                 const WIDE: usize = $lanes * $vectors;
@@ -107,18 +114,18 @@ macro_rules! level {
                 // SAFETY: columns e and on are inside rows of d.
                 unsafe {
                     while d - e >= WIDE {
-                        block::<M, $vectors>(acc.add(e), d, p, v.as_ptr().add(e), keys);
+                        block::<W, M, $vectors>(acc.add(e), d, p, v.as_ptr().add(e), keys);
                         e += WIDE;
                     }
                     while d - e >= $lanes {
-                        block::<M, 1>(acc.add(e), d, p, v.as_ptr().add(e), keys);
+                        block::<W, M, 1>(acc.add(e), d, p, v.as_ptr().add(e), keys);
                         e += $lanes;
                     }
                     for m in 0..M {
                         for e in e..d {
                             let a = acc.add(m * d + e);
                             for j in keys.clone() {
-                                *a = (*p.add(m * PAGE_TOKENS + j)).mul_add(v[j * d + e], *a);
+                                *a = (*p.add(m * PAGE_TOKENS + j)).mul_add(v[j * d + e].value(), *a);
                             }
                         }
                     }
@@ -129,11 +136,11 @@ macro_rules! level {
             /// As for `columns`; `V` vectors of columns at `acc` and `v`.
             #[inline]
             #[target_feature(enable = $features)]
-            unsafe fn block<const M: usize, const V: usize>(
+            unsafe fn block<W: Weight, const M: usize, const V: usize>(
                 acc: *mut f32,
                 d: usize,
                 p: *const f32,
-                v: *const f32,
+                v: *const W,
                 keys: &Range<usize>,
             ) {
                 // SAFETY: the caller's.
@@ -147,7 +154,7 @@ macro_rules! level {
                     for j in keys.clone() {
                         let mut row = [$set(0.0); V];
                         for c in 0..V {
-                            row[c] = $load(v.add(j * d + c * $lanes));
+                            row[c] = W::$weights(v.add(j * d + c * $lanes));
                         }
                         for m in 0..M {
                             let weight: $v = $set(*p.add(m * PAGE_TOKENS + j));
@@ -175,6 +182,7 @@ level!(
     16,
     4,
     _mm512_loadu_ps,
+    load16,
     _mm512_storeu_ps,
     _mm512_set1_ps,
     _mm512_fmadd_ps
@@ -187,6 +195,7 @@ level!(
     8,
     2,
     _mm256_loadu_ps,
+    load8,
     _mm256_storeu_ps,
     _mm256_set1_ps,
     _mm256_fmadd_ps

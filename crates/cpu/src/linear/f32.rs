@@ -61,6 +61,15 @@ pub(crate) struct Bf16(u16);
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct F16(u16);
 
+impl F16 {
+    /// Little-endian f16 numbers where they lie, if this machine has them like that.
+    pub fn all(bytes: &[u8]) -> Option<&[F16]> {
+        // SAFETY: every bit pattern is an `F16`; the prefix and suffix are checked to be empty.
+        let (before, values, after) = unsafe { bytes.align_to::<F16>() };
+        (cfg!(target_endian = "little") && before.is_empty() && after.is_empty()).then_some(values)
+    }
+}
+
 macro_rules! weight {
     ($t:ty, |$v:ident| $value:expr, |$p:ident| $load16:expr, $load8:expr) => {
         impl Weight for $t {
