@@ -2,7 +2,7 @@
 
 use clap::{Parser, Subcommand};
 
-use crate::commands::{bench, chat, check, completions, dump, inspect, run, tokenize};
+use crate::commands::{bench, chat, check, completions, dump, inspect, run, synth, tokenize};
 #[cfg(feature = "hub")]
 use crate::commands::{list, pull, rm};
 
@@ -49,6 +49,8 @@ pub enum Command {
     Rm(rm::Args),
     /// Measure prompt and decode speed.
     Bench(bench::Args),
+    /// Write a model with real shapes and random weights.
+    Synth(synth::Args),
     /// Print a completion script for a shell.
     Completions(completions::Args),
 }
