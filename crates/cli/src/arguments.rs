@@ -26,32 +26,20 @@ pub struct Cli {
 
 #[derive(Debug, Subcommand)]
 pub enum Command {
-    /// Answer or complete one prompt.
     Run(run::Args),
-    /// Hold a conversation.
     Chat(chat::Args),
-    /// Show what is in a model and how much memory it takes.
     Inspect(inspect::Args),
-    /// Check that this machine and a model are ready.
     Check(check::Args),
-    /// Write logits and activations of a prompt to a file.
     Dump(dump::Args),
-    /// Show the ids and pieces of a text.
     Tokenize(tokenize::Args),
-    /// Download a model from the hub.
     #[cfg(feature = "hub")]
     Pull(pull::Args),
-    /// List downloaded models.
     #[cfg(feature = "hub")]
     List(list::Args),
-    /// Remove a downloaded model.
     #[cfg(feature = "hub")]
     Rm(rm::Args),
-    /// Measure prompt and decode speed.
     Bench(bench::Args),
-    /// Write a model with real shapes and random weights.
     Synth(synth::Args),
-    /// Print a completion script for a shell.
     Completions(completions::Args),
 }
 

@@ -1,6 +1,8 @@
 //! One sequence's place in the KV pools: a fixed run of pages in each group, used as a ring in the sliding
 //! group, and how far the sequence has come.
 
+use std::ops::Range;
+
 use lapidary_model::Config;
 use lapidary_model::kv_plan::sequence_pages;
 use lapidary_ops::{Batch, GROUPS, Group, PAGE_TOKENS, PageTable};
@@ -70,8 +72,21 @@ impl Lane {
 
     /// The earliest position whose keys the sliding group still holds.
     fn held_from(&self) -> usize {
-        let newest_block = self.high.saturating_sub(1) / PAGE_TOKENS;
+        self.held_at(self.high)
+    }
+
+    /// The same once `high` positions were written.
+    fn held_at(&self, high: usize) -> usize {
+        let newest_block = high.saturating_sub(1) / PAGE_TOKENS;
         (newest_block + 1).saturating_sub(self.pages[Group::Sliding.index()]) * PAGE_TOKENS
+    }
+
+    /// The positions of a full sequence that have cells at the same time.
+    pub fn live_when_full(&self, group: Group) -> Range<usize> {
+        match group {
+            Group::Sliding => self.held_at(self.context)..self.context,
+            Group::Full => 0..self.context,
+        }
     }
 
     /// Moves the cursor back.

@@ -151,11 +151,7 @@ impl Stepper {
         let mut owner: HashMap<usize, (usize, usize)> = HashMap::new();
         let mut written = Vec::new();
         for (lane_index, lane) in lanes.iter().enumerate() {
-            let live = match cache.group {
-                Group::Full => lane.context(),
-                Group::Sliding => lane.context().min(self.model().config.window),
-            };
-            for position in lane.context() - live..lane.context() {
+            for position in lane.live_when_full(cache.group) {
                 let (page, in_page) = lane.cell(cache.group, position)?;
                 if page == 0 || page >= group.pages {
                     return Err(fail(format!("position {position} is on page {page} of {}", group.pages)));

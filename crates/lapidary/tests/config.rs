@@ -51,7 +51,8 @@ fn a_drafter_is_named_and_not_loaded() {
 /// A config that contradicts the tensors: the error names the tensor and the shape that was expected.
 #[test]
 fn a_config_that_contradicts_the_tensors_is_refused_by_the_tensors_name() {
-    let edits: &[(&str, fn(&mut Config), &str)] = &[
+    type Edit = (&'static str, fn(&mut Config), &'static str);
+    let edits: &[Edit] = &[
         ("e2b", |c| c.vocab += 1, "embed_tokens"),
         ("e2b", |c| c.layers.iter_mut().for_each(|l| l.intermediate -= 1), "layers.0.mlp.gate_proj"),
         ("e2b", |c| c.layers[2].head_dim = 32, "layers.2.self_attn"),

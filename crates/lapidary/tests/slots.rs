@@ -209,12 +209,14 @@ fn the_smoke_test_passes_in_every_format_and_counts_what_it_saw() {
                 s.alloc_slots(3, 161).unwrap();
                 let report = s.slot_smoke().unwrap_or_else(|e| panic!("{} {kv:?}: {e}", name(&folder)));
                 let owners: Vec<_> = s.model().config.layers.iter().filter(|l| l.donor.is_none()).collect();
-                let window = s.model().config.window;
+                // Every cell of a ring can be live: from a page border to the end of the context.
+                let pages = (s.model().config.window + 16).div_ceil(32) + 1;
+                let ring = |context: usize| context - (context.div_ceil(32) - pages) * 32;
                 let cells: usize = owners
                     .iter()
                     .map(|l| match l.group {
                         Group::Full => 90 + 3 * 161,
-                        Group::Sliding => 4 * window,
+                        Group::Sliding => ring(90) + 3 * ring(161),
                     })
                     .sum();
                 assert_eq!(report.layers, owners.len());

@@ -17,6 +17,8 @@ use crate::sampling_args::SamplingArgs;
 use crate::source;
 use crate::speak::{Said, Show, speak};
 
+/// Hold a conversation.
+///
 /// Holds a conversation. Ctrl-C stops an answer, Ctrl-D ends the chat; the arrow keys bring back earlier lines. What the
 /// model has read of the conversation is not read again in the next turn.
 #[derive(Debug, clap::Args)]

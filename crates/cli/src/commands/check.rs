@@ -12,6 +12,8 @@ use crate::model_args::{LoadArgs, ModelArgs};
 use crate::progress::{Bar, Unit};
 use crate::source;
 
+/// Check that this machine and a model are ready.
+///
 /// Checks the machine and, with a model, that it fits and computes: kernels are really run. Prints a line OK, WARN or FAIL
 /// for each thing, and a verdict; the exit code is 0 for READY and 1 for NOT READY.
 #[derive(Debug, clap::Args)]
@@ -78,6 +80,10 @@ fn model(args: &Args, checkpoint: &Checkpoint, report: &mut Report) -> anyhow::R
     let formats: Vec<_> = checkpoint.formats().iter().map(|f| f.format).collect();
     report.all(check::device(&stepper.runner().report(), &formats))?;
     report.add(check::forward(&mut stepper))?;
+    #[cfg(feature = "pebble")]
+    if args.model.model.is_none() {
+        report.add(check::forward_sums(&mut stepper, &check::BUILTIN_SUMS))?;
+    }
     // Two slots of two windows and a bit: both groups' pages wrap and border on one another.
     let context = (2 * config.window + 33).min(options.context_for(&config));
     report.add(check::slots(&mut stepper, 2, context))

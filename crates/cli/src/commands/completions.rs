@@ -3,6 +3,8 @@
 use clap::CommandFactory;
 use clap_complete::Shell;
 
+/// Print a completion script for a shell.
+///
 /// Prints a script that completes commands and flags, e.g. for bash:
 /// lapidary completions bash > ~/.local/share/bash-completion/completions/lapidary
 #[derive(Debug, clap::Args)]

@@ -15,6 +15,8 @@ use crate::load;
 use crate::model_args::{ComputeArg, LoadArgs, ModelArgs, ScaleArg};
 use crate::source;
 
+/// Write logits and activations of a prompt to a file.
+///
 /// Runs a prompt of token ids and writes the logits of every position, and activations on request, as float32 to a
 /// safetensors file: for comparisons with other engines.
 #[derive(Debug, clap::Args)]

@@ -15,6 +15,8 @@ use crate::model_args::{DeviceArgs, StoreArgs};
 use crate::report::{Align, Table, bytes, count};
 use crate::source;
 
+/// Show what is in a model and how much memory it takes.
+///
 /// Shows a model's configuration, layers, number formats and parameters, and plans its memory for a context. Only headers
 /// are read, so this is instant whatever the model's size.
 #[derive(Debug, clap::Args)]

@@ -8,6 +8,8 @@ use super::pull::hub;
 use crate::model_args::StoreArgs;
 use crate::report::{Align, Table, bytes};
 
+/// List downloaded models.
+///
 /// Lists the downloaded models. The store is shared with other tools, so it may hold more than Gemma.
 #[derive(Debug, clap::Args)]
 pub struct Args {

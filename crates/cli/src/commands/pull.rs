@@ -9,14 +9,15 @@ use serde_json::json;
 use crate::model_args::StoreArgs;
 use crate::progress::{Bar, Unit};
 
+/// Download a model from the hub.
+///
 /// Downloads a model into the store that it shares with other tools (HF_HOME, else ~/.cache/huggingface). An interrupted
 /// download goes on where it stopped; sizes and hashes are checked. HF_TOKEN opens gated models, HF_ENDPOINT names another
 /// server.
 #[derive(Debug, clap::Args)]
 #[command(
     after_help = "Examples:\n  lapidary pull google/gemma-4-E2B-it            the safetensors model with its tokenizer\n  \
-lapidary pull owner/name-GGUF:Q4_K_M           the GGUF file of that quantisation\n  lapidary pull owner/name@v1.0:model.gguf   \
-    a file of a revision"
+lapidary pull owner/name-GGUF:Q4_K_M           the GGUF file of that quantisation\n  lapidary pull owner/name@v1.0:model.gguf       a file of a revision"
 )]
 pub struct Args {
     /// owner/name[@revision][:quant-or-file]

@@ -6,6 +6,8 @@ use super::pull::hub;
 use crate::model_args::StoreArgs;
 use crate::report::bytes;
 
+/// Remove a downloaded model.
+///
 /// Removes a downloaded model: all of it, one revision (owner/name@revision), or one file or quantisation
 /// (owner/name:Q4_K_M). Contents that another revision uses stay.
 #[derive(Debug, clap::Args)]

@@ -12,6 +12,8 @@ use crate::model_args::{LoadArgs, ModelArgs};
 use crate::sampling_args::SamplingArgs;
 use crate::speak::{Show, speak};
 
+/// Answer or complete one prompt.
+///
 /// Answers a prompt through the model's chat template, or completes it as it stands: with --raw, and for base models, which
 /// have no template. The answer streams to stdout, everything else goes to stderr.
 #[derive(Debug, clap::Args)]

@@ -10,6 +10,8 @@ use lapidary::synth::{Mix, Size, SynthOptions, write};
 use crate::progress::{Bar, Unit};
 use crate::report::{bytes, count};
 
+/// Write a model with real shapes and random weights.
+///
 /// Writes a GGUF file with the shapes and types of a real Gemma 4 model and random weights: for measuring speed, load and
 /// memory without the model. It writes noise for text.
 #[derive(Debug, clap::Args)]

@@ -12,6 +12,8 @@ use crate::model_args::ModelArgs;
 use crate::report::{Align, Table};
 use crate::source;
 
+/// Show the ids and pieces of a text.
+///
 /// Shows the token ids and pieces of a text, with the one BOS that every prompt gets; or, with --ids, the text of ids.
 /// Control markers in the text stay text unless --special is given.
 #[derive(Debug, clap::Args)]
