@@ -7,7 +7,7 @@ use std::time::Instant;
 use clap_words::every_flag;
 use common::{command, finish, golden, json, lapidary, lapidary_with_input, pebble, root};
 
-const COMMANDS: [&str; 11] = [
+const COMMANDS: [&str; 12] = [
     "run",
     "chat",
     "inspect",
