@@ -11,7 +11,6 @@ use crate::commands::{list, pull, rm};
 #[command(
     name = "lapidary",
     version = version(),
-    about,
     arg_required_else_help = true,
     disable_help_subcommand = true,
     after_help = "MODEL is a folder with config.json and .safetensors files, a .gguf file, or owner/name[:quant] from the \

@@ -14,6 +14,7 @@
 mod attention;
 mod backend;
 mod buffers;
+pub mod footprint;
 mod int8;
 mod kv;
 mod level;

@@ -11,7 +11,7 @@ use lapidary_engine::{Heads, Prompt, Stepper};
 use serde_json::{Value, json};
 
 use crate::load;
-use crate::model_args::{DeviceArgs, ModelArgs};
+use crate::model_args::{ComputeFlag, DeviceArgs, ModelArgs};
 use crate::report::{Align, Table, bytes, count, median};
 use crate::source;
 
@@ -49,6 +49,8 @@ pub struct Args {
     /// the last key and value write make of tokens whose logits aren't wanted, so they are left out otherwise
     #[arg(long)]
     pub no_tail_skip: bool,
+    #[command(flatten)]
+    pub compute: ComputeFlag,
     #[command(flatten)]
     pub device: DeviceArgs,
     /// Print JSON
@@ -97,7 +99,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     let tests: Vec<Test> = args.depth.iter().flat_map(at).collect();
     let longest = args.prompt.iter().chain(&args.generate).copied().max().unwrap_or(0) as usize;
     let deepest = args.depth.iter().copied().max().unwrap_or(0) as usize;
-    let mut options = args.device.options();
+    let mut options = args.device.options(args.compute.compute);
     options.context = Some(deepest + longest + 1);
     options.chunk = args.chunk as usize;
     let plan = load::plan(&checkpoint, &config, &options);
@@ -110,6 +112,9 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     for &threads in &threads {
         options.threads = Some(threads);
         let mut stepper = load::stepper(&checkpoint, &options, &args.device)?;
+        if level.is_empty() {
+            load::tell_notes(&stepper);
+        }
         level = stepper.runner().report().level;
         for &test in &tests {
             let rates = (0..=args.repetitions)
@@ -205,7 +210,7 @@ impl About<'_> {
             count(self.checkpoint.parameters()),
             bytes(self.plan.weight_bytes()),
             self.formats(),
-            self.args.device.compute.name(),
+            self.args.compute.compute.name(),
             self.level
         );
         let mut table = Table::new(&[
@@ -285,7 +290,7 @@ impl About<'_> {
             "weight_bytes": self.plan.weight_bytes(),
             "weight_bytes_per_token": self.plan.weight_bytes_per_token,
             "format": self.formats(),
-            "compute": self.args.device.compute.name(),
+            "compute": self.args.compute.compute.name(),
             "level": self.level,
             "chunk": self.args.chunk,
             "tail_skip": !self.args.no_tail_skip,

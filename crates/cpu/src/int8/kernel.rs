@@ -24,6 +24,9 @@ use super::x86::{Avx2, Avx512Vnni};
 use crate::level::{Isa, Level};
 use lapidary_formats::Format;
 
+/// Bytes between what is multiplied and what is asked for.
+const AHEAD: usize = 4096;
+
 /// Multiplies one tile.
 ///
 /// # Safety
@@ -124,6 +127,12 @@ unsafe fn rows<S: Lanes, K: Kind, const M: usize>(
         while b < blocks {
             K::Scaling::prepare::<S>(scales, &mut unpacked);
             for j in 0..K::Scaling::BLOCKS {
+                if first == 0 {
+                    // Only the first rows of x find the tile far away.
+                    for line in (0..K::Codes::BYTES).step_by(64) {
+                        S::prefetch(codes.wrapping_add(AHEAD + line));
+                    }
+                }
                 let mut w = K::Codes::unpack::<S>(codes);
                 if let Some(levels) = K::LEVELS {
                     for v in &mut w {

@@ -34,9 +34,7 @@ pub(crate) struct Tiles {
 impl Tiles {
     /// Room for `view`, if its format is packed; [`pack_tile`](Tiles::pack_tile) fills it.
     pub fn empty(isa: Isa, view: &TensorView<'_>) -> Result<Option<Tiles>> {
-        let Some(tile_bytes) = with_kind!(view.format, K => tile_bytes::<K>(view.cols)) else {
-            return Ok(None);
-        };
+        let Some(tile_bytes) = tile_bytes_of(view.format, view.cols) else { return Ok(None) };
         let choice = choose(isa, view.format).expect("every packed format has kernels");
         let bytes = view.rows.div_ceil(LANES).saturating_mul(tile_bytes);
         let data = Aligned::zeroed(bytes, &view.name)?;
@@ -89,6 +87,15 @@ impl Tiles {
 
 const fn super_len<K: Kind>() -> usize {
     K::Scaling::BLOCKS * BLOCK
+}
+
+/// Bytes of a matrix in tiles, if its format is packed.
+pub(crate) fn packed_bytes(format: Format, rows: usize, cols: usize) -> Option<usize> {
+    Some(rows.div_ceil(LANES).saturating_mul(tile_bytes_of(format, cols)?))
+}
+
+fn tile_bytes_of(format: Format, cols: usize) -> Option<usize> {
+    with_kind!(format, K => tile_bytes::<K>(cols))
 }
 
 fn tile_bytes<K: Kind>(cols: usize) -> usize {
