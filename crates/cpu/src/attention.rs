@@ -14,6 +14,7 @@ use crate::level::{Isa, for_level};
 use crate::linear::f32::{RowsView, dots};
 use crate::math;
 use crate::ops::{CpuOps, Scope};
+use crate::weigh::weigh;
 
 /// Positions whose keys are summed by one worker.
 pub(crate) const SEGMENT: usize = 16 * PAGE_TOKENS;
@@ -24,7 +25,7 @@ const UNITS_PER_WORKER: usize = 2;
 
 /// Running maximum, running sum, and where the accumulator starts.
 #[derive(Clone, Copy, Debug)]
-struct Sums {
+pub(crate) struct Sums {
     max: f32,
     sum: f32,
 }
@@ -63,7 +64,7 @@ impl CpuOps<'_> {
                         unit.join(self.isa());
                     }
                     unit.finish(self, out);
-                    self.scratch.attention = unit.memory;
+                    self.put_back(unit);
                 }
             }
         }
@@ -112,7 +113,7 @@ impl CpuOps<'_> {
                     part[1] = unit.sums[i].sum;
                     part[2..].copy_from_slice(&unit.memory.get(unit.layout.len)[unit.layout.acc(i, d)]);
                 }
-                self.scratch.attention = unit.memory;
+                self.put_back(unit);
             }
         }
         self.meet();
@@ -183,12 +184,26 @@ impl CpuOps<'_> {
             head,
             heads,
             d: spec.head_dim,
-            sums: vec![NONE; rows * heads],
-            totals: vec![NONE; rows * heads],
+            sums: none(&mut self.scratch.sums, rows * heads),
+            totals: none(&mut self.scratch.totals, rows * heads),
             layout: Layout::new(rows * heads, heads, spec.head_dim),
             memory: std::mem::take(&mut self.scratch.attention),
         }
     }
+
+    /// Keeps a unit's memory for the next.
+    fn put_back(&mut self, unit: Unit<'_>) {
+        self.scratch.sums = unit.sums;
+        self.scratch.totals = unit.totals;
+        self.scratch.attention = unit.memory;
+    }
+}
+
+fn none(memory: &mut Vec<Sums>, count: usize) -> Vec<Sums> {
+    let mut sums = std::mem::take(memory);
+    sums.clear();
+    sums.resize(count, NONE);
+    sums
 }
 
 /// Where things stand in a unit's memory.
@@ -288,8 +303,9 @@ impl Unit<'_> {
                     if factor != 1.0 {
                         math::scale(isa, acc, factor);
                     }
-                    weigh(isa, acc, &scores[cols.clone()], &values[cols.start * d..]);
                 }
+                let acc = &mut acc[i * heads * d..(i + 1) * heads * d];
+                weigh(isa, acc, d, scores, values, cols);
             }
         }
     }
@@ -339,30 +355,6 @@ for_level! {
     pub fn join_values(total: &mut [f32], a: f32, acc: &[f32], b: f32) {
         for (t, &v) in total.iter_mut().zip(acc) {
             *t = *t * a + v * b;
-        }
-    }
-}
-
-for_level! {
-    /// `acc = acc + sum_j p_j v_j`, ascending in j for every element.
-    pub fn weigh(acc: &mut [f32], p: &[f32], v: &[f32]) {
-        let d = acc.len();
-        let (parts, rest) = acc.as_chunks_mut::<32>();
-        for (c, part) in parts.iter_mut().enumerate() {
-            let mut sums = *part;
-            for (j, &p) in p.iter().enumerate() {
-                let v: &[f32; 32] = v[j * d + c * 32..][..32].try_into().expect("32 values");
-                for l in 0..32 {
-                    sums[l] += p * v[l];
-                }
-            }
-            *part = sums;
-        }
-        let from = d - rest.len();
-        for (l, a) in rest.iter_mut().enumerate() {
-            for (j, &p) in p.iter().enumerate() {
-                *a += p * v[j * d + from + l];
-            }
         }
     }
 }

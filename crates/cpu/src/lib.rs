@@ -14,6 +14,7 @@
 mod attention;
 mod backend;
 mod buffers;
+mod decode;
 pub mod footprint;
 mod int8;
 mod kv;
@@ -29,6 +30,7 @@ mod pass;
 mod rows;
 mod team;
 mod topology;
+mod weigh;
 
 pub use backend::{Compute, CpuBackend, CpuOptions};
 pub use level::Level;

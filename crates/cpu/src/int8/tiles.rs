@@ -10,6 +10,7 @@ use lapidary_ops::Result;
 
 use super::activations::{BLOCK, QuantRows};
 use super::codes::Codes;
+use super::file_rows::half_values;
 use super::formats::{Kind, with_kind};
 use super::kernel::{Choice, choose};
 use super::lanes::LANES;
@@ -98,7 +99,8 @@ fn tile_bytes_of(format: Format, cols: usize) -> Option<usize> {
     with_kind!(format, K => tile_bytes::<K>(cols))
 }
 
-fn tile_bytes<K: Kind>(cols: usize) -> usize {
+/// Bytes of a tile.
+pub(super) fn tile_bytes<K: Kind>(cols: usize) -> usize {
     let codes = cols / BLOCK * K::Codes::BYTES;
     (codes + cols / super_len::<K>() * K::Scaling::BYTES).next_multiple_of(64)
 }
@@ -127,18 +129,7 @@ fn decode_row<K: Kind>(tile: &[u8], row: usize, out: &mut [f32]) {
         let words = K::Codes::get(codes, row);
         for (half, out) in out.as_chunks_mut::<16>().0.iter_mut().enumerate() {
             let f = K::Scaling::row(scales, row, b % K::Scaling::BLOCKS, half);
-            for (i, value) in out.iter_mut().enumerate() {
-                let code = words[4 * half + i / 4].to_le_bytes()[i % 4];
-                let number = match K::LEVELS {
-                    Some(levels) => i32::from(levels[usize::from(code)]),
-                    None if K::SIGNED => i32::from(code as i8),
-                    None => i32::from(code) - K::OFFSET,
-                };
-                *value = f.scale * number as f32;
-                if K::Scaling::MINIMUM {
-                    *value += f.minimum;
-                }
-            }
+            half_values::<K>(&words, half, f, out);
         }
     }
 }
