@@ -7,8 +7,20 @@ use std::time::Instant;
 use clap_words::every_flag;
 use common::{command, finish, golden, json, lapidary, lapidary_with_input, pebble, root};
 
-const COMMANDS: [&str; 11] =
-    ["run", "chat", "inspect", "check", "dump", "tokenize", "pull", "list", "rm", "bench", "completions"];
+const COMMANDS: [&str; 12] = [
+    "run",
+    "chat",
+    "inspect",
+    "check",
+    "dump",
+    "tokenize",
+    "pull",
+    "list",
+    "rm",
+    "bench",
+    "synth",
+    "completions",
+];
 
 /// The flags that the issue of a command promises.
 mod clap_words {
@@ -66,6 +78,9 @@ mod clap_words {
             "bench" => {
                 &["--prompt", "-p", "--generate", "-n", "--threads", "-t", "--repetitions", "-r", "--json"]
             }
+            "synth" => {
+                &["MODEL", "FORMAT", "--output", "-o", "--layers", "--seed", "--sparse", "--tokenizer"]
+            }
             _ => &["SHELL"],
         }
     }
@@ -81,7 +96,7 @@ fn help_names_every_command_and_flag() {
             assert!(help.contains(flag), "{name} {flag}: {help}");
         }
     }
-    for name in ["run", "inspect", "check", "dump", "pull", "bench", "tokenize"] {
+    for name in ["run", "inspect", "check", "dump", "pull", "bench", "synth", "tokenize"] {
         assert!(lapidary([name, "--help"]).ok().contains("Example"), "{name} shows how it is used");
     }
 }

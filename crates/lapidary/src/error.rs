@@ -29,6 +29,8 @@ pub enum Error {
     GenerationConfig { field: &'static str, problem: String },
     #[error("the tokenizer has {tokenizer} ids, the model's vocabulary only {model}")]
     VocabularyMismatch { tokenizer: usize, model: usize },
+    #[error("cannot make such a model: {problem}")]
+    Synth { problem: String },
 }
 
 /// Result of this crate.
