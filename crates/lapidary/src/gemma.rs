@@ -76,9 +76,15 @@ impl Gemma {
         progress: &mut dyn FnMut(Progress),
     ) -> Result<Gemma> {
         let start = Instant::now();
-        let stepper = load_stepper(checkpoint, options, progress)?;
+        // A vocabulary of 262,144 pieces takes longer to index than a small model to pack: side by side.
+        let (stepper, tokenizer) = std::thread::scope(|scope| {
+            let tokenizer = scope.spawn(|| text_source::tokenizer(checkpoint));
+            let stepper = load_stepper(checkpoint, options, progress);
+            let tokenizer = tokenizer.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            (stepper, tokenizer)
+        });
+        let (stepper, tokenizer) = (stepper?, tokenizer?);
         let config = &stepper.model().config;
-        let tokenizer = text_source::tokenizer(checkpoint)?;
         if tokenizer.vocab_size() as usize > config.vocab {
             let tokenizer = tokenizer.vocab_size() as usize;
             return Err(Error::VocabularyMismatch { tokenizer, model: config.vocab });
