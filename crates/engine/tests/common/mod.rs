@@ -3,6 +3,8 @@
 //! missing, stale, somebody else's or out of order changes the answer.
 #![allow(dead_code, reason = "each test file uses its own part")]
 
+pub mod drive;
+
 use lapidary_engine::generate::FinishReason;
 use lapidary_engine::scheduler::{EndReason, Plan, Produced, Submission};
 use lapidary_engine::{Prompt, SoftKind, SoftSpan};
