@@ -270,6 +270,108 @@ fn a_vision_block_runs_whole_even_when_streams_fill_the_batch() {
 }
 
 #[test]
+fn streams_take_turns_when_there_are_more_than_heads() {
+    let options = SchedulerOptions { head_rows: 7, running: 30, ..options() };
+    let mut d = Drive::new(options, 29, pages_for(&options, 29, 30));
+    let mut random = Random::new(17);
+    let request = lasting(&mut random, 3, 60, 29, options.context);
+    let ids: Vec<_> = (0..30).map(|_| d.submit(&request)).collect();
+    while ids.iter().any(|id| d.records[id].tokens.is_empty()) {
+        d.step();
+    }
+    let got = |d: &Drive| -> Vec<usize> { ids.iter().map(|id| d.records[id].tokens.len()).collect() };
+    // The first ones have had several while the last ones had none: let them get in step.
+    (0..5).for_each(|_| drop(d.step()));
+    for _ in 0..6 {
+        let before = got(&d);
+        (0..30usize.div_ceil(7)).for_each(|_| drop(d.step()));
+        for (id, (after, before)) in ids.iter().zip(got(&d).iter().zip(&before)) {
+            assert!(after > before, "{id:?} had no token in 5 steps");
+        }
+    }
+    d.drain();
+    ids.iter().for_each(|id| d.assert_alone(*id, &request));
+}
+
+#[test]
+fn the_stall_bound_holds_for_streams_that_take_turns() {
+    for (rows, head_rows) in [(256, 7), (256, 1), (24, 30)] {
+        let options =
+            SchedulerOptions { rows, head_rows, running: 40, context: 4100, min_prompt_rows: 1, ..options() };
+        let mut d = Drive::new(options, 29, pages_for(&options, 29, 40));
+        d.cost = Box::new(|batch, _| ms(2.0 + 0.25 * batch.tokens.len() as f64));
+        let mut random = Random::new(21);
+        let request = lasting(&mut random, 3, 250, 29, options.context);
+        let streams: Vec<_> = (0..30).map(|_| d.submit(&request)).collect();
+        while streams.iter().any(|id| d.records[id].tokens.len() < 3) {
+            d.step();
+        }
+        let arrived = d.now;
+        let long = d.submit(&text(&mut random, 4000, 2));
+        d.until(long, 1);
+        let alive = streams.iter().filter(|id| d.records[id].end.is_none()).count();
+        println!("{rows} rows, {head_rows} heads: {:.1?}, {alive} streams left", d.records[&long].first());
+        for id in &streams {
+            let times: Vec<_> = d.records[id].times.iter().filter(|t| **t >= arrived).collect();
+            let gap = times.windows(2).map(|w| *w[1] - *w[0]).max().unwrap();
+            assert!(gap <= options.max_stall, "{rows} rows, {head_rows} heads: {gap:?}");
+        }
+    }
+}
+
+#[test]
+fn prompts_take_turns_when_a_step_has_few_rows_for_them() {
+    let options = SchedulerOptions { max_stall: ms(1.0), min_prompt_rows: 8, ..options() };
+    let mut d = Drive::new(options, 29, pages_for(&options, 29, 8));
+    d.cost = Box::new(|batch, _| ms(50.0 + batch.tokens.len() as f64));
+    let mut random = Random::new(18);
+    let stream = d.submit(&lasting(&mut random, 3, 300, 29, options.context));
+    d.until(stream, 2);
+    let ids: Vec<_> = (0..7).map(|_| d.submit(&text(&mut random, 300, 3))).collect();
+    // Half of the 8 rows are the first one's, the other 4 go round among 6.
+    let mut rows = [0; 7];
+    for _ in 0..60 {
+        for entry in d.step().unwrap().entries {
+            if let Some(i) = ids.iter().position(|id| *id == entry.id) {
+                rows[i] += entry.rows.len();
+            }
+        }
+    }
+    assert_eq!(rows, [240, 40, 40, 40, 40, 40, 40]);
+}
+
+#[test]
+fn when_the_one_that_is_due_finds_no_page_the_first_in_rank_goes_on() {
+    // After 34 tokens each, the second needs a third page and the first holds the rest of the five.
+    let options = SchedulerOptions { head_rows: 1, running: 2, context: 160, ..options() };
+    let mut d = Drive::new(options, 29, [50, 6]);
+    let mut random = Random::new(19);
+    let requests = [60, 30].map(|len| lasting(&mut random, len, 70, 29, 160));
+    let ids = requests.each_ref().map(|r| d.submit(r));
+    let mut waits = 0;
+    while let Some(plan) = d.step() {
+        let cursor = 30 + d.records[&ids[1]].tokens.len();
+        waits += usize::from(cursor == 65 && plan.entries.iter().all(|e| e.id == ids[0]));
+    }
+    assert!(waits > 1, "the case was met");
+    d.drain();
+    ids.iter().zip(&requests).for_each(|(id, request)| d.assert_alone(*id, request));
+}
+
+#[test]
+fn nobody_is_let_in_only_to_lose_its_pages_again() {
+    let options = options();
+    let mut d = Drive::new(options, 29, [99, 16]);
+    let mut random = Random::new(20);
+    // What a request knows and a page more is promised to it; these need no more.
+    let requests: Vec<_> = (0..40).map(|i| text(&mut random, 60 + i, 32)).collect();
+    let ids: Vec<_> = requests.iter().map(|r| d.submit(r)).collect();
+    d.drain();
+    ids.iter().zip(&requests).for_each(|(id, request)| d.assert_alone(*id, request));
+    assert_eq!((d.scheduler.stats().preemptions, d.scheduler.stats().recomputed_rows), (0, 0));
+}
+
+#[test]
 fn k02_cancelling_a_queued_request_leaves_the_running_one_alone() {
     let options = SchedulerOptions { running: 1, ..options() };
     let mut d = Drive::new(options, 29, pages_for(&options, 29, 1));

@@ -28,13 +28,15 @@ impl Scheduler {
         let reserved = prompts
             .first()
             .map_or(0, |(_, p)| p.unit().max(self.options.min_prompt_rows.min(p.pending())).min(rows));
-        let in_the_way = reserved > 0 && (streams.len() + reserved > rows || streams.len() + 1 > heads);
-        let most = match in_the_way && self.prompts_turn {
-            true => (rows - reserved).min(heads - 1),
-            false => rows.min(heads),
-        };
-        let every = streams.len().div_ceil(rows.min(heads)) * (1 + usize::from(in_the_way));
-        let served = streams.len().min(most);
+        // A prompt that may end in this batch needs a head too.
+        let ending = usize::from(prompts.iter().any(|(_, p)| p.pending() <= rows));
+        let in_the_way = reserved > 0 && (streams.len() + reserved > rows || streams.len() + ending > heads);
+        let all = rows.min(heads);
+        let beside = if in_the_way { (rows - reserved).min(heads - ending) } else { all };
+        let served = streams.len().min(if self.prompts_turn { beside } else { all });
+        // Steps in which each stream is served once: all of them beside a prompt, or every second one.
+        let alternating = 2 * streams.len().div_ceil(all);
+        let every = if beside == 0 { alternating } else { streams.len().div_ceil(beside).min(alternating) };
         let mut room = Room { rows: rows - served, heads: heads - served };
         let budget = match streams.first() {
             None => room.rows,
