@@ -176,7 +176,7 @@ impl PagePool {
             if (end + 1).saturating_sub(window) < held {
                 return Err(Error::LeftWindow { position: end, earliest: held + window - 1 });
             }
-            let cut = sequence.page(group, end / PAGE_TOKENS).filter(|_| end % PAGE_TOKENS != 0);
+            let cut = sequence.page(group, end / PAGE_TOKENS).filter(|_| !end.is_multiple_of(PAGE_TOKENS));
             if cut.is_some_and(|page| self.groups[g].holders[page as usize] > 1) {
                 return Err(Error::SharedPage { position: end });
             }

@@ -146,7 +146,7 @@ impl FakeDevice {
                 assert_eq!(position, entry.positions.start + row - span.first_row, "rows are in order");
                 let embedding = soft.next_if(|(r, _)| **r as usize == row).map(|(_, values)| values);
                 let content = content(batch.tokens[row], embedding);
-                for g in 0..GROUPS {
+                for (g, written) in written.iter_mut().enumerate() {
                     let ahead = batch.visible_to[g][row] as usize;
                     assert!(ahead <= entry.positions.end, "a vision block is split");
                     let before = match position {
@@ -156,7 +156,7 @@ impl FakeDevice {
                     let at = cell(batch, span, g, position);
                     assert!(at >= PAGE_TOKENS, "page 0 belongs to nobody");
                     self.cells[g][at] = key(content, position, before);
-                    written[g].push(at);
+                    written.push(at);
                 }
             }
         }
@@ -244,5 +244,15 @@ pub fn soften(random: &mut Random, request: &mut Submission, longest: usize) {
         request.prompt.soft.push(SoftSpan { start, values, kind });
         // Adjacent vision runs would be one block.
         start += rows + 1 + random.below(len);
+    }
+}
+
+/// A request of `len` tokens whose answer alone is `answer` tokens long and ends by its length.
+pub fn lasting(random: &mut Random, len: usize, answer: usize, window: usize, context: usize) -> Submission {
+    loop {
+        let request = text(random, len, answer);
+        if alone(&request, window, context).0.len() == answer {
+            return request;
+        }
     }
 }
