@@ -2,7 +2,7 @@
 
 use clap::{Parser, Subcommand};
 
-use crate::commands::{bench, chat, check, completions, dump, inspect, run, tokenize};
+use crate::commands::{bench, chat, check, completions, dump, inspect, run, synth, tokenize};
 #[cfg(feature = "hub")]
 use crate::commands::{list, pull, rm};
 
@@ -11,7 +11,6 @@ use crate::commands::{list, pull, rm};
 #[command(
     name = "lapidary",
     version = version(),
-    about,
     arg_required_else_help = true,
     disable_help_subcommand = true,
     after_help = "MODEL is a folder with config.json and .safetensors files, a .gguf file, or owner/name[:quant] from the \
@@ -39,6 +38,7 @@ pub enum Command {
     #[cfg(feature = "hub")]
     Rm(rm::Args),
     Bench(bench::Args),
+    Synth(synth::Args),
     Completions(completions::Args),
 }
 

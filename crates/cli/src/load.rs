@@ -5,7 +5,7 @@ use lapidary::plan::{MemoryPlan, PlanOptions};
 use lapidary::{Checkpoint, Config, Gemma, LoadOptions, Progress, Stepper, host};
 use lapidary_model::Limits;
 
-use crate::model_args::{DeviceArgs, LoadArgs, ModelArgs};
+use crate::model_args::{ComputeArg, DeviceArgs, LoadArgs, ModelArgs};
 use crate::progress::{Bar, Unit};
 use crate::{report, source};
 
@@ -14,7 +14,11 @@ pub fn plan(checkpoint: &Checkpoint, config: &Config, options: &LoadOptions) -> 
     let context = options.context_for(config);
     let limits = Limits { rows: options.chunk.clamp(1, context.max(1)), head_rows: options.head_rows.max(1) };
     let kv = [options.kv_format(); 2];
-    MemoryPlan::new(checkpoint, config, &PlanOptions { context, sequences: 1, limits, kv })
+    MemoryPlan::new(
+        checkpoint,
+        config,
+        &PlanOptions { context, sequences: 1, limits, kv, compute: options.compute },
+    )
 }
 
 /// Loads a model without its text.
@@ -28,13 +32,18 @@ pub fn stepper(
 }
 
 /// Loads a model with its text, and tells what there is to know about it.
-pub fn gemma(model: &ModelArgs, load: &LoadArgs) -> anyhow::Result<Gemma> {
+pub fn gemma(model: &ModelArgs, load: &LoadArgs, compute: ComputeArg) -> anyhow::Result<Gemma> {
     let checkpoint = source::open(model)?;
-    let options = load.options();
+    let options = load.options(compute);
     prepare(&checkpoint, &options, &load.device)?;
     let gemma = Gemma::from_checkpoint(&checkpoint, &options, &mut progress())?;
     gemma.notes().iter().for_each(|note| eprintln!("note: {note}"));
     Ok(gemma)
+}
+
+/// Tells what was assumed or overridden while the configuration was read.
+pub fn tell_notes(stepper: &Stepper) {
+    stepper.model().config.notes.iter().for_each(|note| eprintln!("note: {note}"));
 }
 
 /// A bar that follows a load.

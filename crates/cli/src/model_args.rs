@@ -48,9 +48,6 @@ pub struct DeviceArgs {
     /// The device to run on
     #[arg(long, value_enum, default_value_t = Device::Cpu)]
     pub device: Device,
-    /// Arithmetic: f32 is exact, fast multiplies with quantised activations
-    #[arg(long, value_enum, default_value_t = ComputeArg::of(LoadOptions::default().compute))]
-    pub compute: ComputeArg,
     /// Element type of stored keys and values; f32 with f32 arithmetic and f16 otherwise when not given
     #[arg(long, value_enum)]
     pub kv: Option<KvArg>,
@@ -70,6 +67,14 @@ fn softcap(text: &str) -> Result<f32, String> {
         Ok(cap) if cap.is_finite() && cap > 0.0 => Ok(cap),
         _ => Err("expected a finite number above 0".into()),
     }
+}
+
+/// Which arithmetic, where a command leaves the choice to its user.
+#[derive(Clone, Copy, Debug, Args)]
+pub struct ComputeFlag {
+    /// Arithmetic: f32 is exact, fast multiplies with quantised activations
+    #[arg(long, value_enum, default_value_t = ComputeArg::of(LoadOptions::default().compute))]
+    pub compute: ComputeArg,
 }
 
 /// Devices.
@@ -183,10 +188,10 @@ impl ScaleArg {
 
 impl DeviceArgs {
     /// The choices as the library takes them.
-    pub fn options(&self) -> LoadOptions {
+    pub fn options(&self, compute: ComputeArg) -> LoadOptions {
         let Device::Cpu = self.device;
         LoadOptions {
-            compute: self.compute.compute(),
+            compute: compute.compute(),
             kv: self.kv.map(KvArg::format),
             level: self.level.map(LevelArg::level),
             final_softcap: self.final_softcap,
@@ -197,12 +202,12 @@ impl DeviceArgs {
 
 impl LoadArgs {
     /// The choices as the library takes them.
-    pub fn options(&self) -> LoadOptions {
+    pub fn options(&self, compute: ComputeArg) -> LoadOptions {
         LoadOptions {
             context: self.ctx.map(|c| c as usize),
             chunk: self.chunk as usize,
             threads: self.threads.map(usize::from),
-            ..self.device.options()
+            ..self.device.options(compute)
         }
     }
 }

@@ -7,8 +7,20 @@ use std::time::Instant;
 use clap_words::every_flag;
 use common::{command, finish, golden, json, lapidary, lapidary_with_input, pebble, root};
 
-const COMMANDS: [&str; 11] =
-    ["run", "chat", "inspect", "check", "dump", "tokenize", "pull", "list", "rm", "bench", "completions"];
+const COMMANDS: [&str; 12] = [
+    "run",
+    "chat",
+    "inspect",
+    "check",
+    "dump",
+    "tokenize",
+    "pull",
+    "list",
+    "rm",
+    "bench",
+    "synth",
+    "completions",
+];
 
 /// The flags that the issue of a command promises.
 mod clap_words {
@@ -66,6 +78,9 @@ mod clap_words {
             "bench" => {
                 &["--prompt", "-p", "--generate", "-n", "--threads", "-t", "--repetitions", "-r", "--json"]
             }
+            "synth" => {
+                &["MODEL", "FORMAT", "--output", "-o", "--layers", "--seed", "--sparse", "--tokenizer"]
+            }
             _ => &["SHELL"],
         }
     }
@@ -81,7 +96,7 @@ fn help_names_every_command_and_flag() {
             assert!(help.contains(flag), "{name} {flag}: {help}");
         }
     }
-    for name in ["run", "inspect", "check", "dump", "pull", "bench", "tokenize"] {
+    for name in ["run", "inspect", "check", "dump", "pull", "bench", "synth", "tokenize"] {
         assert!(lapidary([name, "--help"]).ok().contains("Example"), "{name} shows how it is used");
     }
 }
@@ -217,6 +232,42 @@ fn a_chat_goes_on_from_turn_to_turn() {
     assert_eq!(chat["messages"][2]["content"].as_str().unwrap(), out.lines().next().unwrap());
 }
 
+/// Ctrl-C ends the answer; the chat goes on with what was said until then.
+#[cfg(unix)]
+#[test]
+fn an_interrupt_stops_the_answer_and_not_the_chat() {
+    use std::io::{Read, Write};
+    use std::process::Stdio;
+    let folder = tempfile::tempdir().unwrap();
+    let saved = folder.path().join("chat.json");
+    // So hot that the model rambles until the context is full.
+    let flags =
+        ["--temperature", "9", "--top-k", "0", "--top-p", "1", "--seed", "7", "--level", "scalar", "--stats"];
+    let mut child = command()
+        .args(["chat", "--compute", "f32"])
+        .args(flags)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let (mut input, mut output) = (child.stdin.take().unwrap(), child.stdout.take().unwrap());
+    writeln!(input, "Tell me a story.").unwrap();
+    let mut first = [0];
+    output.read_exact(&mut first).unwrap();
+    let killed = std::process::Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
+    assert!(killed.success());
+    writeln!(input, "/save {}\n/quit", saved.display()).unwrap();
+    let mut rest = String::new();
+    output.read_to_string(&mut rest).unwrap();
+    let ran = finish(child.wait_with_output().unwrap());
+    assert!(ran.err.contains("[stopped]") && ran.err.contains("2 messages are in"), "{ran:?}");
+    ran.ok();
+    let chat = json(&std::fs::read_to_string(&saved).unwrap());
+    let said = format!("{}{rest}", first[0] as char);
+    assert_eq!(chat["messages"][1]["content"].as_str().unwrap().trim_end(), said.trim_end());
+}
+
 #[test]
 fn a_chat_survives_its_errors() {
     let model = pebble();
@@ -331,6 +382,26 @@ fn check_at_every_level() {
             assert_eq!(ran.code, Some(1));
             assert!(ran.out.contains("FAIL") && ran.out.contains(best.name()), "{ran:?}");
         }
+    }
+}
+
+/// The binary on processors without AVX, with AVX only, and with AVX2, emulated: it runs, slowly, and never dies of an
+/// illegal instruction (M01).
+#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+#[test]
+fn check_on_emulated_processors() {
+    let binary = env!("CARGO_BIN_EXE_lapidary");
+    for (cpu, level) in
+        [("qemu64", "scalar"), ("Nehalem", "scalar"), ("SandyBridge", "scalar"), ("Haswell", "avx2")]
+    {
+        let mut emulator = std::process::Command::new("qemu-x86_64");
+        emulator.args(["-cpu", cpu, binary, "check", "--compute", "f32", "--threads", "1"]);
+        let ran = match emulator.output() {
+            Ok(output) => finish(output),
+            Err(e) => return println!("skipped: qemu-x86_64 of the package qemu-user: {e}"),
+        };
+        assert!(ran.out.contains(&format!("level {level}")), "{cpu}: {ran:?}");
+        assert!(ran.ok().ends_with("\nREADY\n"));
     }
 }
 

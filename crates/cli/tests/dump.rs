@@ -134,6 +134,19 @@ fn soft_tokens_take_the_place_of_embeddings() {
     }
 }
 
+#[test]
+fn an_override_of_the_softcap_is_told_and_used() {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("out.safetensors");
+    let model = golden("dense31b");
+    let args = ["dump", "-m", model.to_str().unwrap(), "--tokens", "2,7,5", "-o", out.to_str().unwrap()];
+    let ran = lapidary([&args[..], &["--final-softcap", "0.25"]].concat());
+    assert!(ran.err.contains("note: final logit softcap 0.25"), "{ran:?}");
+    ran.ok();
+    let (_, logits) = floats(&File::open(&out).unwrap(), "logits");
+    assert!(logits.iter().all(|x| x.abs() <= 0.25) && logits.iter().any(|x| x.abs() > 0.2));
+}
+
 fn write_soft(path: &Path, positions: &[i64], shape: &[usize], embeds: &[f32], types: Option<&[i64]>) {
     let i64s = |v: &[i64]| v.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>();
     let (p, e) = (i64s(positions), embeds.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>());

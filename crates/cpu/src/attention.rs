@@ -6,25 +6,28 @@
 //! share its segments. A unit of work is a few rows of one sequence and one key/value head with all the query
 //! heads that read it: each page is decoded once for all of them.
 
-use lapidary_ops::{Act, AttnSpec, PAGE_TOKENS};
+use lapidary_ops::{Act, AttnSpec, KvFormat, PAGE_TOKENS};
 
 use crate::int8::activations::BLOCK;
 use crate::kv::{Side, decode};
 use crate::level::{Isa, for_level};
-use crate::linear::f32::{RowsView, dots};
+use crate::linear::f32::{F16, RowsView, dots};
 use crate::math;
 use crate::ops::{CpuOps, Scope};
+use crate::weigh::weigh;
 
 /// Positions whose keys are summed by one worker.
 pub(crate) const SEGMENT: usize = 16 * PAGE_TOKENS;
 /// Rows that read a page together.
 const ROWS_PER_UNIT: usize = 8;
+/// Queries of a unit up to which f16 keys and values are read without being decoded to memory first.
+const QUERIES_IN_PLACE: usize = 8;
 /// With fewer units than this for each worker, segments are shared out too.
 const UNITS_PER_WORKER: usize = 2;
 
 /// Running maximum, running sum, and where the accumulator starts.
 #[derive(Clone, Copy, Debug)]
-struct Sums {
+pub(crate) struct Sums {
     max: f32,
     sum: f32,
 }
@@ -63,7 +66,7 @@ impl CpuOps<'_> {
                         unit.join(self.isa());
                     }
                     unit.finish(self, out);
-                    self.scratch.attention = unit.memory;
+                    self.put_back(unit);
                 }
             }
         }
@@ -112,7 +115,7 @@ impl CpuOps<'_> {
                     part[1] = unit.sums[i].sum;
                     part[2..].copy_from_slice(&unit.memory.get(unit.layout.len)[unit.layout.acc(i, d)]);
                 }
-                self.scratch.attention = unit.memory;
+                self.put_back(unit);
             }
         }
         self.meet();
@@ -183,12 +186,26 @@ impl CpuOps<'_> {
             head,
             heads,
             d: spec.head_dim,
-            sums: vec![NONE; rows * heads],
-            totals: vec![NONE; rows * heads],
+            sums: none(&mut self.scratch.sums, rows * heads),
+            totals: none(&mut self.scratch.totals, rows * heads),
             layout: Layout::new(rows * heads, heads, spec.head_dim),
             memory: std::mem::take(&mut self.scratch.attention),
         }
     }
+
+    /// Keeps a unit's memory for the next.
+    fn put_back(&mut self, unit: Unit<'_>) {
+        self.scratch.sums = unit.sums;
+        self.scratch.totals = unit.totals;
+        self.scratch.attention = unit.memory;
+    }
+}
+
+fn none(memory: &mut Vec<Sums>, count: usize) -> Vec<Sums> {
+    let mut sums = std::mem::take(memory);
+    sums.clear();
+    sums.resize(count, NONE);
+    sums
 }
 
 /// Where things stand in a unit's memory.
@@ -246,6 +263,8 @@ impl Unit<'_> {
         let acc = &mut rest[..self.rows * heads * d];
         self.sums.fill(NONE);
         acc.fill(0.0);
+        // With many queries, decoding a page once costs less than loading through a conversion every time.
+        let few = self.rows * heads <= QUERIES_IN_PLACE;
         for from in (segment * SEGMENT..(segment + 1) * SEGMENT).step_by(PAGE_TOKENS) {
             let seen = |i: usize| {
                 let v = ops.visible(self.first + i, spec);
@@ -255,12 +274,17 @@ impl Unit<'_> {
                 continue;
             }
             let (page, _) = pass.upload.cell(ops.batch_row(self.first), spec.cache.group, from as i32);
-            let load = |side, into: &mut [f32]| {
-                // SAFETY: the meeting before this verb ended all writes to the pools.
-                decode(format, unsafe { pass.kv.page(spec.cache, page, side, self.head) }, into);
+            // SAFETY: the meeting before this verb ended all writes to the pools.
+            let page = |side| unsafe { pass.kv.page(spec.cache, page, side, self.head) };
+            let halves = if few && format == KvFormat::F16 {
+                F16::all(page(Side::Keys)).zip(F16::all(page(Side::Values)))
+            } else {
+                None
             };
-            load(Side::Keys, keys);
-            load(Side::Values, values);
+            if halves.is_none() {
+                decode(format, page(Side::Keys), keys);
+                decode(format, page(Side::Values), values);
+            }
             for i in 0..self.rows {
                 let cols = seen(i);
                 if cols.is_empty() {
@@ -269,9 +293,18 @@ impl Unit<'_> {
                 // SAFETY: the meeting before this verb ended all writes to the queries.
                 let row = unsafe { self.qkv.row(self.first + i) };
                 let q = RowsView { values: &row[self.head * heads * d..], stride: d, count: heads };
-                let k = RowsView { values: &keys[cols.start * d..], stride: d, count: cols.len() };
                 scores.fill(f32::NEG_INFINITY);
-                dots(isa, q, k, d, &mut scores[cols.start..], PAGE_TOKENS);
+                let (from, to) = (cols.start * d, &mut scores[cols.start..]);
+                match halves {
+                    Some((keys, _)) => {
+                        let k = RowsView { values: &keys[from..], stride: d, count: cols.len() };
+                        dots(isa, q, k, d, to, PAGE_TOKENS);
+                    }
+                    None => {
+                        let k = RowsView { values: &keys[from..], stride: d, count: cols.len() };
+                        dots(isa, q, k, d, to, PAGE_TOKENS);
+                    }
+                }
                 for (h, scores) in scores.as_chunks_mut::<PAGE_TOKENS>().0.iter_mut().enumerate() {
                     let visible = &mut scores[cols.clone()];
                     math::scale(isa, visible, spec.scale);
@@ -288,7 +321,11 @@ impl Unit<'_> {
                     if factor != 1.0 {
                         math::scale(isa, acc, factor);
                     }
-                    weigh(isa, acc, &scores[cols.clone()], &values[cols.start * d..]);
+                }
+                let acc = &mut acc[i * heads * d..(i + 1) * heads * d];
+                match halves {
+                    Some((_, values)) => weigh(isa, acc, d, scores, values, cols),
+                    None => weigh(isa, acc, d, scores, values, cols),
                 }
             }
         }
@@ -339,30 +376,6 @@ for_level! {
     pub fn join_values(total: &mut [f32], a: f32, acc: &[f32], b: f32) {
         for (t, &v) in total.iter_mut().zip(acc) {
             *t = *t * a + v * b;
-        }
-    }
-}
-
-for_level! {
-    /// `acc = acc + sum_j p_j v_j`, ascending in j for every element.
-    pub fn weigh(acc: &mut [f32], p: &[f32], v: &[f32]) {
-        let d = acc.len();
-        let (parts, rest) = acc.as_chunks_mut::<32>();
-        for (c, part) in parts.iter_mut().enumerate() {
-            let mut sums = *part;
-            for (j, &p) in p.iter().enumerate() {
-                let v: &[f32; 32] = v[j * d + c * 32..][..32].try_into().expect("32 values");
-                for l in 0..32 {
-                    sums[l] += p * v[l];
-                }
-            }
-            *part = sums;
-        }
-        let from = d - rest.len();
-        for (l, a) in rest.iter_mut().enumerate() {
-            for (j, &p) in p.iter().enumerate() {
-                *a += p * v[j * d + from + l];
-            }
         }
     }
 }

@@ -14,6 +14,11 @@ use crate::memory::Aligned;
 /// Rows start on this many floats, so that no two workers' rows share a cache line.
 const STRIDE: usize = 16;
 
+/// Floats from one row of `width` values to the next.
+pub(crate) fn row_floats(width: usize) -> usize {
+    width.next_multiple_of(STRIDE)
+}
+
 /// One activation buffer.
 #[derive(Debug)]
 pub(crate) struct Buffer {
@@ -29,7 +34,7 @@ pub(crate) struct Buffer {
 impl Buffer {
     /// Allocates a buffer, all zeros; `int8` where inputs are kept in int8 blocks too.
     pub fn new(spec: ActSpec, int8: bool) -> Result<Buffer> {
-        let stride = spec.width.next_multiple_of(STRIDE);
+        let stride = row_floats(spec.width);
         let bytes = stride.saturating_mul(spec.max_rows).saturating_mul(size_of::<f32>());
         let floats = Aligned::zeroed(bytes, spec.name)?;
         let blocks_stride = if int8 && spec.kind == ActKind::Input { row_bytes(spec.width) } else { 0 };

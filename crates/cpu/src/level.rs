@@ -75,6 +75,7 @@ impl Isa {
     }
 
     /// Whether AVX-512 VNNI may be used beside the level.
+    #[cfg(target_arch = "x86_64")]
     pub fn vnni(self) -> bool {
         self.vnni
     }

@@ -14,6 +14,8 @@
 mod attention;
 mod backend;
 mod buffers;
+mod decode;
+pub mod footprint;
 mod int8;
 mod kv;
 mod level;
@@ -28,6 +30,7 @@ mod pass;
 mod rows;
 mod team;
 mod topology;
+mod weigh;
 
 pub use backend::{Compute, CpuBackend, CpuOptions};
 pub use level::Level;

@@ -11,6 +11,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use lapidary_formats::{Format, Scales, TensorView};
 use lapidary_ops::{Error, FileMap, Result};
 
+use crate::decode::decode_row;
 use crate::int8::tiles::Tiles;
 use crate::level::Isa;
 use crate::memory::Aligned;
@@ -131,9 +132,14 @@ impl Matrix {
     }
 
     /// Decodes row `row`.
-    pub fn decode_row(&self, row: usize, out: &mut [f32]) {
+    pub fn decode_row(&self, isa: Isa, row: usize, out: &mut [f32]) {
         let part = self.part_of(row);
-        part.weights.decode_row(row - part.first_row, out);
+        part.weights.decode_row(isa, row - part.first_row, out);
+    }
+
+    /// Whether all of it is packed.
+    pub fn is_packed(&self) -> bool {
+        self.parts.iter().all(|p| matches!(p.weights, Weights::Tiles(_)))
     }
 
     /// Whether every part but the last is whole tiles of `tile` rows, so that row `tile * i` starts one.
@@ -174,19 +180,27 @@ impl Weights {
     }
 
     /// Decodes row `row` exactly.
-    pub fn decode_row(&self, row: usize, out: &mut [f32]) {
+    pub fn decode_row(&self, isa: Isa, row: usize, out: &mut [f32]) {
         match self {
-            Weights::File(file) => lapidary_formats::decode_row(&file.view, row, out),
+            Weights::File(file) => decode_row(isa, &file.view, row, out),
             Weights::Tiles(tiles) => tiles.decode_row(row, out),
         }
     }
 
-    /// Rows `first .. first + rows` as they stand in memory, where they are float32 already.
-    pub fn floats(&self, first: usize, rows: usize) -> Option<&[f32]> {
-        match self {
-            Weights::File(file) => file.floats(first, rows),
-            Weights::Tiles(_) => None,
+    /// Rows `first .. first + rows` as they stand in memory, where they are numbers of `format` and type `T`.
+    ///
+    /// # Safety
+    /// Every bit pattern is a `T`, and `T` is what a little-endian machine has in memory for `format`.
+    pub unsafe fn in_place<T>(&self, format: Format, first: usize, rows: usize) -> Option<&[T]> {
+        let Weights::File(FileRows { view, .. }) = self else { return None };
+        if view.format != format || cfg!(target_endian = "big") {
+            return None;
         }
+        let row_bytes = view.row_bytes();
+        let bytes = &view.bytes[first * row_bytes..(first + rows) * row_bytes];
+        // SAFETY: the caller's; the prefix and suffix are checked to be empty.
+        let (before, values, after) = unsafe { bytes.align_to::<T>() };
+        (before.is_empty() && after.is_empty()).then_some(values)
     }
 }
 
@@ -379,16 +393,5 @@ impl FileRows {
 
     fn mapped(&self) -> usize {
         self.codes.mapped() + self.block_scales.mapped()
-    }
-
-    fn floats(&self, first: usize, rows: usize) -> Option<&[f32]> {
-        if self.view.format != Format::F32 || cfg!(target_endian = "big") {
-            return None;
-        }
-        let row_bytes = self.view.cols * size_of::<f32>();
-        let bytes = &self.view.bytes[first * row_bytes..(first + rows) * row_bytes];
-        // SAFETY: every bit pattern is a float32; the prefix and suffix are checked to be empty.
-        let (before, floats, after) = unsafe { bytes.align_to::<f32>() };
-        (before.is_empty() && after.is_empty()).then_some(floats)
     }
 }

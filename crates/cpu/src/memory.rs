@@ -1,4 +1,7 @@
-//! Owned memory that vector kernels like: 64-byte aligned, zeroed, counted.
+//! Owned memory that vector kernels like: 64-byte aligned, zeroed, counted, and on huge pages where it is large.
+//!
+//! Weights are read once a token from end to end; on 4 KiB pages the walks through page tables cost some of the
+//! read bandwidth (`docs/performance.md`). Linux gives huge pages to those who ask before the first touch.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ptr::NonNull;
@@ -27,6 +30,10 @@ impl Aligned {
         let none = || Error::OutOfMemory { what: what.to_string(), needed: bytes, available: 0 };
         if bytes == 0 {
             return Ok(Aligned { start: NonNull::dangling(), bytes });
+        }
+        #[cfg(target_os = "linux")]
+        if bytes >= huge::PAGE {
+            return Ok(Aligned { start: huge::map(bytes).ok_or_else(none)?, bytes });
         }
         let layout = Layout::from_size_align(bytes, ALIGN).map_err(|_| none())?;
         // SAFETY: the layout is not empty.
@@ -67,12 +74,64 @@ impl Aligned {
 
 impl Drop for Aligned {
     fn drop(&mut self) {
+        #[cfg(target_os = "linux")]
+        if self.bytes >= huge::PAGE {
+            // SAFETY: mapped with this length and not freed before.
+            return unsafe { huge::unmap(self.start, self.bytes) };
+        }
         if self.bytes > 0 {
             let layout = Layout::from_size_align(self.bytes, ALIGN).expect("this layout was allocated");
             // SAFETY: allocated with this layout and not freed before.
             unsafe { dealloc(self.start.as_ptr(), layout) }
         }
     }
+}
+
+/// Anonymous mappings on huge pages.
+#[cfg(target_os = "linux")]
+mod huge {
+    use std::ptr::{NonNull, null_mut};
+
+    /// Bytes of a huge page on x86-64 and, with 4 KiB base pages, on aarch64.
+    pub const PAGE: usize = 2 << 20;
+
+    /// Maps `bytes` zero bytes that start on a huge page.
+    pub fn map(bytes: usize) -> Option<NonNull<u8>> {
+        let reserved = bytes.checked_add(PAGE + SMALL)?;
+        let (access, kind) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+        // SAFETY: a fresh anonymous mapping that touches no other memory.
+        let start = unsafe { libc::mmap(null_mut(), reserved, access, kind, -1, 0) };
+        if start == libc::MAP_FAILED {
+            return None;
+        }
+        let before = start.align_offset(PAGE);
+        let kept = bytes.next_multiple_of(SMALL);
+        // SAFETY: both cuts and the advice stay inside the fresh mapping; a failure of any of them leaves
+        // memory that is only larger or slower than it could be.
+        unsafe {
+            let first = start.byte_add(before);
+            if before > 0 {
+                libc::munmap(start, before);
+            }
+            if before + kept < reserved {
+                libc::munmap(first.byte_add(kept), reserved - before - kept);
+            }
+            libc::madvise(first, kept, libc::MADV_HUGEPAGE);
+            NonNull::new(first.cast())
+        }
+    }
+
+    /// Frees what `map` gave.
+    ///
+    /// # Safety
+    /// `start` came from `map(bytes)`, and nobody uses the memory any more.
+    pub unsafe fn unmap(start: NonNull<u8>, bytes: usize) {
+        // SAFETY: the caller's; this is what `map` kept.
+        unsafe { libc::munmap(start.as_ptr().cast(), bytes.next_multiple_of(SMALL)) };
+    }
+
+    /// Mappings are whole multiples of this, the largest base page in use.
+    const SMALL: usize = 64 << 10;
 }
 
 /// A float32 buffer that only grows, for a worker's own intermediate values.

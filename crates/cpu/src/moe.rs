@@ -106,6 +106,7 @@ impl CpuOps<'_> {
         let (isa, width, k) = (self.isa(), spec.width, spec.top_k);
         // SAFETY: nobody writes x during this verb.
         let row_of = |choice: usize| unsafe { Inputs::of(x, choice / k, 1) };
+        let floats = !(x.has_blocks() && gate_up.is_packed() && width.is_multiple_of(TILE));
         let units = Units::new(plan, width, self.workers());
         while let Some(claim) = self.claim(0, 1, units.count()) {
             for unit in claim {
@@ -113,7 +114,7 @@ impl CpuOps<'_> {
                 let scratch = &mut *self.scratch;
                 let gate = expert * 2 * width;
                 for block in picked.chunks(X_BLOCK) {
-                    let inputs = scratch.gathered.take(block, row_of);
+                    let inputs = scratch.gathered.take(block, floats, row_of);
                     for col in columns.clone().step_by(BLOCK) {
                         let end = columns.end.min(col + BLOCK);
                         for first in (col..end).step_by(TILE) {
@@ -151,6 +152,7 @@ impl CpuOps<'_> {
         let (isa, hidden) = (self.isa(), choices.outputs);
         // SAFETY: the meeting before ended all writes to the hidden values.
         let row_of = |choice: usize| unsafe { choices.inputs(choice) };
+        let floats = !(choices.blocks_stride > 0 && down.is_packed() && hidden.is_multiple_of(TILE));
         let units = Units::new(plan, hidden, self.workers());
         debug_assert_eq!(down.rows, spec.experts * hidden);
         while let Some(claim) = self.claim(0, 1, units.count()) {
@@ -158,7 +160,7 @@ impl CpuOps<'_> {
                 let (expert, picked, columns) = units.unit(plan, unit);
                 let scratch = &mut *self.scratch;
                 for block in picked.chunks(X_BLOCK) {
-                    let inputs = scratch.gathered.take(block, row_of);
+                    let inputs = scratch.gathered.take(block, floats, row_of);
                     for first in columns.clone().step_by(TILE) {
                         let rows = TILE.min(columns.end - first);
                         let results = scratch.results.get(X_BLOCK * TILE);
@@ -356,24 +358,26 @@ pub(crate) struct Gathered {
 }
 
 impl Gathered {
-    /// The rows of the choices in `block`; a single one stays where it is.
+    /// The rows of the choices in `block`, as float32 only where `floats` are read; a single one stays where it
+    /// is.
     fn take<'s, 'x: 's>(
         &'s mut self,
         block: &[(usize, usize)],
+        floats: bool,
         row: impl Fn(usize) -> Inputs<'x>,
     ) -> Inputs<'s> {
         let first = row(block[0].1);
         if block.len() == 1 {
             return first;
         }
-        let (stride, count) = (first.floats.stride, block.len());
-        let width = first.floats.values.len();
+        let count = block.len();
+        let (stride, width) = if floats { (first.floats.stride, first.floats.values.len()) } else { (0, 0) };
         let floats = self.floats.get(count * stride);
         let block_floats = first.blocks.map_or(0, |b| b.stride / size_of::<f32>());
         let blocks = self.blocks.get(count * block_floats);
         for (i, &(_, choice)) in block.iter().enumerate() {
             let from = row(choice);
-            floats[i * stride..][..width].copy_from_slice(from.floats.values);
+            floats[i * stride..][..width].copy_from_slice(&from.floats.values[..width]);
             if let Some(from) = from.blocks {
                 // SAFETY: every four bytes are a float32, and rows of int8 blocks start on 16 bytes.
                 let (_, from, _) = unsafe { from.bytes.align_to::<f32>() };

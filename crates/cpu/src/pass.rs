@@ -5,6 +5,7 @@ use std::sync::Mutex;
 
 use lapidary_ops::{Act, Batch, Error, GROUPS, Gain, Group, KvPlan, Mat, Outcome, PAGE_TOKENS, Result};
 
+use crate::attention::Sums;
 use crate::buffers::Buffer;
 use crate::kv::KvPools;
 use crate::level::Isa;
@@ -196,6 +197,9 @@ pub(crate) struct Scratch {
     pub gathered: Gathered,
     /// Everything of one unit of attention.
     pub attention: Grow,
+    /// Running maximums and sums of one unit's segment, and of its segments before.
+    pub sums: Vec<Sums>,
+    pub totals: Vec<Sums>,
     /// Groups of rows that attend together: first row and number.
     pub groups: Vec<(usize, usize)>,
     /// Row and expert choices, ordered by expert.
@@ -210,6 +214,7 @@ impl Scratch {
         let floats = [&self.tile, &self.results, &self.results2, &self.attention];
         floats.iter().map(|g| g.bytes()).sum::<usize>()
             + self.gathered.bytes()
+            + (self.sums.capacity() + self.totals.capacity()) * size_of::<Sums>()
             + self.groups.capacity() * size_of::<(usize, usize)>()
             + self.by_expert.capacity() * size_of::<(usize, usize)>()
             + self.experts.capacity() * size_of::<(usize, usize, usize)>()

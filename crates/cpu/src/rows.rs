@@ -19,7 +19,7 @@ impl CpuOps<'_> {
             let token = self.pass.upload.batch.tokens[self.batch_row(r)];
             // SAFETY: the row is this worker's.
             let row = unsafe { out.row_mut(r) };
-            table.decode_row(token as usize, row);
+            table.decode_row(self.isa(), token as usize, row);
             math::scale(self.isa(), row, scale);
         }
     }
@@ -127,7 +127,7 @@ impl CpuOps<'_> {
         for r in self.own_rows() {
             let token = pass.upload.batch.per_layer_tokens[self.batch_row(r)];
             let looked_up = self.scratch.results.get(width);
-            table.decode_row(token as usize, looked_up);
+            table.decode_row(isa, token as usize, looked_up);
             // SAFETY: the row is this worker's.
             let row = unsafe { to.row_mut(r) };
             if out != context {

@@ -26,7 +26,7 @@ pub(crate) enum Reader<'a> {
     /// Text as it stands, without control tokens.
     Raw(StreamDecoder<&'a Tokenizer>),
     /// A chat reply.
-    Reply(OutputParser<&'a Tokenizer>),
+    Reply(Box<OutputParser<&'a Tokenizer>>),
 }
 
 /// An answer in progress; iterate over its pieces. Dropping it stops it.

@@ -157,8 +157,11 @@ pub fn tensors(checkpoint: &Checkpoint, progress: &mut dyn FnMut(u64, u64)) -> V
     failures
 }
 
-/// Whether every tensor that the configuration asks for is there, without reading any.
+/// Whether every tensor that the configuration asks for is there and no other, without reading any.
 pub fn inventory(checkpoint: &Checkpoint, config: &Config) -> Finding {
+    if let Err(stranger) = config.check_tensors(checkpoint) {
+        return Finding::failed("inventory", &stranger);
+    }
     let missing: Vec<String> = required(checkpoint, config)
         .into_iter()
         .filter(|r| checkpoint.stored(*r).is_none())

@@ -21,10 +21,16 @@ pub enum Error {
     Io { path: PathBuf, source: std::io::Error },
     #[error("{path} has no tokenizer: {expected} is needed for text (ids can be fed without)")]
     NoTokenizer { path: PathBuf, expected: &'static str },
+    #[error(
+        "message {message} has a part of type {kind:?}; a model without vision and audio takes parts of type \"text\""
+    )]
+    UnreadablePart { message: usize, kind: String },
     #[error("generation_config.json field {field}: {problem}")]
     GenerationConfig { field: &'static str, problem: String },
     #[error("the tokenizer has {tokenizer} ids, the model's vocabulary only {model}")]
     VocabularyMismatch { tokenizer: usize, model: usize },
+    #[error("cannot make such a model: {problem}")]
+    Synth { problem: String },
 }
 
 /// Result of this crate.

@@ -13,6 +13,7 @@ use lapidary_text::{
     Builtin, ChatInput, ChatTemplate, OutputOptions, OutputParser, Specials, StreamDecoder, Tokenizer, Tools,
 };
 use lapidary_weights::Checkpoint;
+use serde_json::Value;
 
 use crate::answer::{Answer, Reader};
 use crate::defaults::Defaults;
@@ -83,8 +84,7 @@ impl Gemma {
             return Err(Error::VocabularyMismatch { tokenizer, model: config.vocab });
         }
         let defaults = Defaults::new(config, text_source::generation(checkpoint).as_ref(), Some(&tokenizer))?;
-        let mut notes = checkpoint.notes();
-        notes.extend(config.notes.iter().cloned());
+        let mut notes = load_notes(checkpoint, config)?;
         let (template, template_source) = match text_source::template(checkpoint)? {
             Some(source) => (ChatTemplate::new(&source)?, TemplateSource::Checkpoint),
             None => {
@@ -136,16 +136,18 @@ impl Gemma {
     /// again: a next turn costs its own tokens, unless sliding layers have forgotten what a change would need.
     ///
     /// # Errors
-    /// What the template or the engine refuses.
+    /// [`Error::UnreadablePart`] for a picture or a sound, which are not read; what the template or the engine
+    /// refuses.
     pub fn chat(&mut self, input: &ChatInput, options: &AnswerOptions) -> Result<Answer<'_>> {
         let Gemma { stepper, tokenizer, fed, defaults, template, .. } = self;
+        refuse_unreadable_parts(input)?;
         let prompt = template.encode(tokenizer, input)?;
         let output = OutputOptions {
             tools: Tools::new(&input.tools),
             stop_ids: defaults.stop_ids.clone(),
             ..OutputOptions::default()
         };
-        let reader = Reader::Reply(OutputParser::new(tokenizer, &prompt.ids, output));
+        let reader = Reader::Reply(Box::new(OutputParser::new(tokenizer, &prompt.ids, output)));
         start(stepper, fed, &defaults.stop_ids, reader, &prompt.ids, options)
     }
 
@@ -202,6 +204,21 @@ impl Gemma {
     }
 }
 
+/// A template writes a marker for a picture; without the picture's rows behind it, the model would answer as if none
+/// had been sent.
+fn refuse_unreadable_parts(input: &ChatInput) -> Result<()> {
+    for (message, value) in input.messages.iter().enumerate() {
+        let parts = value.get("content").and_then(Value::as_array);
+        for part in parts.into_iter().flatten() {
+            let kind = part.get("type").and_then(Value::as_str).unwrap_or_default();
+            if kind != "text" {
+                return Err(Error::UnreadablePart { message, kind: kind.to_owned() });
+            }
+        }
+    }
+    Ok(())
+}
+
 /// Rewinds to what the prompt and the sequence have in common and begins with the rest.
 fn start<'a>(
     stepper: &'a mut Stepper,
@@ -254,7 +271,8 @@ pub fn load_stepper(
 ) -> Result<Stepper> {
     let mut config = Config::from_checkpoint(checkpoint)?;
     if let Some(cap) = options.final_softcap {
-        config.notes.push(format!("final logit softcap {cap} in place of {:?}", config.final_softcap));
+        let own = config.final_softcap.map_or("none".to_owned(), |own| own.to_string());
+        config.notes.push(format!("final logit softcap {cap} as asked, in place of the checkpoint's {own}"));
         config.final_softcap = Some(cap);
     }
     let cpu = CpuOptions { threads: options.threads, compute: options.compute, level: options.level };
@@ -265,6 +283,25 @@ pub fn load_stepper(
     let model = Model::build(config, checkpoint, backend.as_mut(), &build, progress)?;
     let runner = Runner::new(model, backend, [options.kv_format(); 2], context)?;
     Ok(Stepper::new(runner, context))
+}
+
+/// What the checkpoint and its config give cause to say, once the model is built.
+fn load_notes(checkpoint: &Checkpoint, config: &Config) -> Result<Vec<String>> {
+    let mut notes = checkpoint.notes();
+    notes.extend(config.notes.iter().cloned());
+    let ignored = checkpoint.ignored();
+    if ignored.tensors() > 0 {
+        notes.push(format!(
+            "{} tensors of vision, {} of audio and {} between a tower and the text model are not read",
+            ignored.vision, ignored.audio, ignored.projector
+        ));
+    }
+    if config.tied && checkpoint.head_differs()? == Some(true) {
+        notes.push(
+            "the file's output head differs from the embedding that it is tied to elsewhere: the head is used".to_owned(),
+        );
+    }
+    Ok(notes)
 }
 
 fn builtin_template(config: &Config) -> Builtin {

@@ -4,14 +4,12 @@
 //! The buffers are listed as the model's builder makes them; a test holds the list, and the sums, against what a
 //! backend allocates for every variant.
 
+use lapidary_cpu::{Compute, footprint};
 use lapidary_formats::Format;
 use lapidary_model::kv_plan::kv_plan;
 use lapidary_model::{Config, Limits};
 use lapidary_ops::{ActKind, ActRows, ActSpec, GROUPS, Group, KvFormat, KvGroupPlan, KvPlan, PAGE_TOKENS};
 use lapidary_weights::{Checkpoint, ExpertPart, LayerRole, Role, Stored};
-
-/// The CPU backend starts each row of a buffer on a cache line of this many float32 values.
-const ROW_FLOATS: usize = 16;
 
 /// What a plan is made for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,6 +22,8 @@ pub struct PlanOptions {
     pub limits: Limits,
     /// Element type of keys and values by group.
     pub kv: [KvFormat; GROUPS],
+    /// Arithmetic mode: the fast one packs matrices and keeps inputs in int8 blocks too.
+    pub compute: Compute,
 }
 
 /// Bytes that a model will take once it is loaded.
@@ -37,6 +37,8 @@ pub struct MemoryPlan {
     pub kv: KvPlan,
     /// Buffers between the verbs of a pass.
     pub activations: Vec<ActSpec>,
+    /// Bytes of intermediate values of routed experts, taken by the first pass that is as large as the limit.
+    pub experts_bytes: u64,
     /// Bytes of matrices and vectors that one decoded token reads.
     pub weight_bytes_per_token: u64,
     /// Matrix values that take part in one decoded token; fewer than the model's parameters where experts are
@@ -44,6 +46,7 @@ pub struct MemoryPlan {
     pub active_parameters: u64,
     /// Bytes of keys and values that each layer reads for one visible position, and whether its window limits them.
     readers: Vec<(u64, Option<usize>)>,
+    compute: Compute,
 }
 
 /// How much of the used matrices one format takes.
@@ -68,6 +71,11 @@ impl MemoryPlan {
             readers: readers(config, options.kv),
             kv,
             activations: activations(config, options.limits),
+            experts_bytes: config.moe.map_or(0, |m| {
+                let (rows, hidden) = (options.limits.rows, config.hidden);
+                footprint::experts_bytes(rows, m.top_k, m.width, hidden, options.compute) as u64
+            }),
+            compute: options.compute,
             weight_bytes_per_token: 0,
             active_parameters: 0,
         };
@@ -92,15 +100,22 @@ impl MemoryPlan {
     }
 
     fn matrix(&mut self, stored: &Stored<'_>, share: Share) {
+        let cols = stored.shape.last().copied().unwrap_or(1);
+        let rows = stored.values() as usize / cols.max(1);
+        let packed = match share {
+            // Of a table only rows are read, so it stays as it is.
+            Share::OneRow => None,
+            Share::Whole | Share::Experts { .. } => {
+                footprint::packed_bytes(stored.format, rows, cols, self.compute)
+            }
+        };
+        let bytes = packed.map_or(stored.bytes, |b| b as u64);
         match self.weights.iter_mut().find(|w| w.format == stored.format) {
             Some(w) => {
                 w.matrices += 1;
-                w.bytes += stored.bytes;
+                w.bytes += bytes;
             }
-            None => {
-                let bytes = stored.bytes;
-                self.weights.push(WeightShare { format: stored.format, matrices: 1, bytes });
-            }
+            None => self.weights.push(WeightShare { format: stored.format, matrices: 1, bytes }),
         }
         let (part, whole) = match share {
             Share::Whole => (1, 1),
@@ -108,8 +123,7 @@ impl MemoryPlan {
             Share::Experts { chosen, of } => (chosen, of),
         };
         // A row or an expert is a whole part, so the division is exact for well-formed files.
-        self.weight_bytes_per_token +=
-            (u128::from(stored.bytes) * u128::from(part) / u128::from(whole)) as u64;
+        self.weight_bytes_per_token += (u128::from(bytes) * u128::from(part) / u128::from(whole)) as u64;
         self.active_parameters += (u128::from(stored.values()) * u128::from(part) / u128::from(whole)) as u64;
     }
 
@@ -128,10 +142,10 @@ impl MemoryPlan {
         Group::ALL.iter().fold(0, |sum, &g| sum.saturating_add(self.kv_group_bytes(g)))
     }
 
-    /// Bytes of all activation buffers.
+    /// Bytes of all activation buffers and of what experts keep between their products.
     pub fn activation_bytes(&self) -> u64 {
-        let bytes = |a: &ActSpec| 4 * (a.width.next_multiple_of(ROW_FLOATS) as u64) * a.max_rows as u64;
-        self.activations.iter().map(bytes).sum()
+        let bytes = |a: &ActSpec| footprint::activation_bytes(a, self.compute) as u64;
+        self.activations.iter().map(bytes).sum::<u64>() + self.experts_bytes
     }
 
     /// Bytes in all.

@@ -4,11 +4,13 @@
 mod common;
 
 use common::drive::{assert_bits, score, tiny_folder, tokens};
-use common::{EVERY, Setup, config, stepper};
+use common::files::{Tensor, decoded_tensors, golden_gguf, rewritten, save};
+use common::{EVERY, On, Setup, config, stepper};
 use lapidary_engine::Prompt;
 use lapidary_model::{BuildOptions, Config, EmbedScale, Error, Limits, Model};
 use lapidary_reference::Golden;
 use lapidary_reference::tiny::Variant;
+use lapidary_weights::export::{Layout, export};
 use lapidary_weights::{Checkpoint, ConfigSource};
 
 /// `global_head_dim` under composite names, and `per_layer_config` under text-only names.
@@ -81,6 +83,95 @@ fn a_config_that_contradicts_the_tensors_is_refused_by_the_tensors_name() {
             assert!(error.contains(tensor), "{variant} {tensor}: {error}");
         }
     }
+}
+
+fn build(config: Config, checkpoint: &Checkpoint, on: On) -> Result<Model, Error> {
+    let limits = Limits { rows: 4, head_rows: 4 };
+    let options = BuildOptions { limits, embed_scale: EmbedScale::Auto };
+    Model::build(config, checkpoint, on.backend().as_mut(), &options, &mut |_| {})
+}
+
+/// A variant, what its config loses, the tensor that is without a place then (in safetensors and in GGUF), and why.
+type Loss = (&'static str, fn(&mut Config), [&'static str; 2], &'static str);
+
+/// The other direction, in both kinds of file: the tensors are sound, and the config has no place for one.
+#[test]
+fn tensors_without_a_place_in_the_config_are_refused_by_name() {
+    let edits: &[Loss] = &[
+        ("dense31b", |c| c.layers.truncate(5), ["layers.5.input_layernorm", "blk.5.attn_norm"], "5 layers"),
+        (
+            "dense31b",
+            |c| c.layer_scalar = false,
+            ["layers.0.layer_scalar", "blk.0.layer_output_scale"],
+            "scalar",
+        ),
+        ("moe26b", |c| c.moe = None, ["layers.0.router.proj", "blk.0.ffn_gate_inp.weight"], "no experts"),
+        ("e2b", |c| c.per_layer = None, ["embed_tokens_per_layer", "per_layer_token_embd"], "per-layer"),
+        (
+            "e2b",
+            |c| c.layers[0].values_are_keys = true,
+            ["layers.0.self_attn.v_proj", "blk.0.attn_v"],
+            "values are its keys",
+        ),
+    ];
+    let folder = tempfile::tempdir().unwrap();
+    for (variant, edit, names, why) in edits {
+        let files = [Golden::root().join(variant), golden_gguf(variant, folder.path())];
+        for (file, name) in files.iter().zip(names) {
+            let checkpoint = Checkpoint::open(file).unwrap();
+            let mut config = config(&checkpoint);
+            config.check_tensors(&checkpoint).unwrap_or_else(|e| panic!("{variant} as it is: {e}"));
+            edit(&mut config);
+            let error = build(config, &checkpoint, On::Reference).map(drop).expect_err(name).to_string();
+            assert!(error.contains(name) && error.contains(why), "{variant} {name}: {error}");
+        }
+    }
+}
+
+/// An expert beyond the config's, and tensors that a file adds, in checkpoints as they stand on disk.
+#[test]
+fn an_added_tensor_is_refused_unless_it_is_known_to_be_idle() {
+    let folder = tempfile::tempdir().unwrap();
+    export(&Checkpoint::open(Golden::root().join("moe26b")).unwrap(), folder.path(), Layout::PerExpert)
+        .unwrap();
+    let checkpoint = Checkpoint::open(folder.path()).unwrap();
+    let mut fewer = config(&checkpoint);
+    let last = fewer.moe.unwrap().experts - 1;
+    fewer.moe.as_mut().unwrap().experts = last;
+    let error = build(fewer, &checkpoint, On::Reference).map(drop).unwrap_err().to_string();
+    assert!(error.contains(&format!("layers.0.experts.{last}.")), "{error}");
+
+    let source = Golden::root().join("dense31b");
+    let tensors = decoded_tensors(&Checkpoint::open(&source).unwrap());
+    let full =
+        config(&Checkpoint::open(&source).unwrap()).layers.iter().position(|l| l.values_are_keys).unwrap();
+    let at = |name: &str| format!("model.language_model.layers.{full}.self_attn.{name}");
+    let scale = Tensor::f32s(&[1], &[0.5]);
+    for (name, tensor, idle) in [
+        (at("k_scale"), scale.clone(), true),
+        (at("v_scale"), scale, true),
+        (at("v_proj.weight"), tensors[&at("k_proj.weight")].clone(), false),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        let mut more = tensors.clone();
+        more.insert(name.clone(), tensor);
+        save(folder.path(), &source.join("config.json"), &more);
+        let checkpoint = Checkpoint::open(folder.path()).unwrap();
+        match build(config(&checkpoint), &checkpoint, On::Reference) {
+            Ok(_) => assert!(idle, "{name} was taken"),
+            Err(error) => assert!(!idle && error.to_string().contains(&name), "{name}: {error}"),
+        }
+    }
+
+    // A GGUF file says by the tensor itself that the layer has values of its own.
+    let plain = golden_gguf("dense31b", folder.path());
+    let more = folder.path().join("more.gguf");
+    let (k, v) = (format!("blk.{full}.attn_k.weight"), format!("blk.{full}.attn_v.weight"));
+    rewritten(&plain, &more, |_, b| Some(b.to_vec()), &[(&v, &k)], &[]);
+    let checkpoint = Checkpoint::open(&more).unwrap();
+    let config = config(&checkpoint);
+    assert!(!config.layers[full].values_are_keys);
+    build(config, &checkpoint, On::Reference).unwrap();
 }
 
 #[test]

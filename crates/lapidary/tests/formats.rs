@@ -6,6 +6,7 @@ mod common;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use common::files::rewritten;
 use common::{On, Setup, stepper};
 use half::bf16;
 use lapidary::convert::{ConvertOptions, to_gguf};
@@ -15,7 +16,7 @@ use lapidary_ops::TapPoint;
 use lapidary_reference::tiny::{self, Variant};
 use lapidary_reference::{Limits, assert_close, compare};
 use lapidary_weights::export::{Layout, export};
-use lapidary_weights::gguf::{self, GgmlType, Version, Writer};
+use lapidary_weights::gguf::GgmlType;
 use lapidary_weights::names::{Spelling, spell};
 use lapidary_weights::safetensors::{Dtype, NewTensor, write};
 use lapidary_weights::{Checkpoint, ExpertPart, LayerRole, Role};
@@ -266,34 +267,6 @@ fn h02_all_published_expert_layouts_load() {
     }
 }
 
-/// Copies a GGUF file, but for what `edit` does with a tensor: its bytes, others, or nothing.
-fn rewritten(from: &Path, to: &Path, edit: impl Fn(&str, &[u8]) -> Option<Vec<u8>>, more: &[(&str, &str)]) {
-    let file = gguf::File::open(from).unwrap();
-    let mut writer = Writer::new(Version::V3);
-    for (key, value) in file.metadata().iter() {
-        writer.set(key, value.clone()).unwrap();
-    }
-    let mut data = Vec::new();
-    for tensor in file.tensors() {
-        if let Some(bytes) = edit(&tensor.name, file.bytes(&tensor.name).unwrap()) {
-            data.push((tensor.name.clone(), tensor, bytes));
-        }
-    }
-    for (name, origin) in more {
-        let tensor = file.tensor(origin).unwrap();
-        let bytes = edit(name, file.bytes(origin).unwrap()).expect("it is to be added");
-        data.push(((*name).to_owned(), tensor, bytes));
-    }
-    for (name, tensor, _) in &data {
-        writer.tensor(name, &tensor.dims, tensor.kind).unwrap();
-    }
-    let mut body = writer.create(to).unwrap();
-    for (name, _, bytes) in &data {
-        body.write(name, bytes).unwrap();
-    }
-    body.finish().unwrap();
-}
-
 fn tiny_gguf(variant: Variant) -> (Folder, PathBuf) {
     let folder = Folder::new();
     tiny::write(variant, folder.path()).unwrap();
@@ -308,7 +281,7 @@ fn h06_the_head_is_what_the_file_holds() {
     let (folder, tied) = tiny_gguf(Variant::Dense);
     let (equal, different) = (folder.file("equal.gguf"), folder.file("different.gguf"));
     let head = [("output.weight", "token_embd.weight")];
-    rewritten(&tied, &equal, |_, bytes| Some(bytes.to_vec()), &head);
+    rewritten(&tied, &equal, |_, bytes| Some(bytes.to_vec()), &head, &[]);
     // A head of half the embedding: logits of half the size before the cap.
     let halved = |bytes: &[u8]| -> Vec<u8> {
         let values = bytes.as_chunks().0.iter().map(|&b| f32::from_le_bytes(b) * 0.5);
@@ -319,6 +292,7 @@ fn h06_the_head_is_what_the_file_holds() {
         &different,
         |name, bytes| Some(if name == "output.weight" { halved(bytes) } else { bytes.to_vec() }),
         &head,
+        &[],
     );
     assert_eq!(Checkpoint::open(&tied).unwrap().head_differs().unwrap(), None);
     assert_eq!(Checkpoint::open(&equal).unwrap().head_differs().unwrap(), Some(false));
@@ -335,12 +309,13 @@ fn h06_the_head_is_what_the_file_holds() {
 fn h07_rotation_factors_come_from_the_file_or_are_computed_and_sliding_layers_ignore_them() {
     let (folder, with) = tiny_gguf(Variant::Dense);
     let (without, other) = (folder.file("without.gguf"), folder.file("other.gguf"));
-    rewritten(&with, &without, |name, b| (name != "rope_freqs.weight").then(|| b.to_vec()), &[]);
+    rewritten(&with, &without, |name, b| (name != "rope_freqs.weight").then(|| b.to_vec()), &[], &[]);
     let ones = |b: &[u8]| vec![1.0f32; b.len() / 4].into_iter().flat_map(f32::to_le_bytes).collect();
     rewritten(
         &with,
         &other,
         |name, b| Some(if name == "rope_freqs.weight" { ones(b) } else { b.to_vec() }),
+        &[],
         &[],
     );
     assert!(Checkpoint::open(&with).unwrap().stored(Role::RopeFreqs).is_some());

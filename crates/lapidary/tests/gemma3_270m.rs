@@ -153,3 +153,86 @@ fn perplexity_in_float32_and_with_quantised_activations() {
         assert!((found - expected).abs() <= tolerance, "{compute:?}: {found}, stored {expected}");
     }
 }
+
+/// Positions that are compared with the float32 path.
+const COMPARED: usize = 500;
+
+/// What docs/performance.md records of these positions: mean divergence in nats, and the share of positions at which
+/// another token is the most likely one. Figures may be half as large again before something is wrong.
+const RECORDED: [(KvFormat, f64, f64); 2] =
+    [(KvFormat::F16, 0.001934, 0.028), (KvFormat::Q8_0, 0.002597, 0.036)];
+const MARGIN: f64 = 1.5;
+
+/// Chunks of 512 tokens as for the perplexity; positions 256 to 510 of each until there are enough.
+fn compared_chunks(tokens: &[u32]) -> Vec<Vec<u32>> {
+    let mut left = COMPARED;
+    let chunks = tokens.chunks_exact(512).map_while(|chunk| {
+        let scored = left.min(255);
+        left -= scored;
+        (scored > 0).then(|| [&[2], &chunk[1..256 + scored]].concat())
+    });
+    chunks.collect()
+}
+
+fn log_probabilities(row: &[f32]) -> Vec<f64> {
+    let best = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let total = row.iter().map(|&v| f64::from(v - best).exp()).sum::<f64>().ln();
+    row.iter().map(|&v| f64::from(v - best) - total).collect()
+}
+
+fn most_likely(row: &[f64]) -> usize {
+    row.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1)).expect("a vocabulary").0
+}
+
+#[test]
+fn quantised_activations_stay_as_near_to_float32_as_recorded() {
+    let (Some(path), Some(text)) = (std::env::var_os("LAPIDARY_GEMMA3_GGUF"), perplexity_text()) else {
+        println!("skipped: LAPIDARY_GEMMA3_GGUF or LAPIDARY_PERPLEXITY_TEXT is not set");
+        return;
+    };
+    let checkpoint = Checkpoint::open(&path).expect("opens");
+    let tokenizer = text_source::tokenizer(&checkpoint).expect("a tokenizer");
+    let chunks = compared_chunks(&tokenizer.encode_prompt(&text, Specials::Plain).expect("ids"));
+    let load = |compute, kv| {
+        let options = LoadOptions {
+            compute,
+            kv: Some(kv),
+            context: Some(512),
+            chunk: 256,
+            head_rows: 64,
+            threads: Some(2),
+            ..LoadOptions::default()
+        };
+        load_stepper(&checkpoint, &options, &mut |_| {}).expect("loads")
+    };
+    let mut exact = load(Compute::F32, KvFormat::F32);
+    let mut others = RECORDED.map(|(kv, ..)| (load(Compute::Fast, kv), 0.0, 0usize));
+    let mut count = 0;
+    for ids in &chunks {
+        let (given, scored) = (Prompt::from(&ids[..256]), Prompt::from(&ids[256..]));
+        let rows = |stepper: &mut Stepper| {
+            let mut rows = Vec::new();
+            stepper.reset();
+            stepper.prefill_each(&given, Heads::None, &mut |_| {}).expect("runs");
+            stepper.score(&scored, &mut |_, row| rows.push(row.to_vec()), &mut |_, _| {}).expect("runs");
+            assert!(rows.iter().flatten().all(|v| v.is_finite()));
+            rows
+        };
+        let reference = rows(&mut exact);
+        count += reference.len();
+        for (stepper, divergence, differ) in &mut others {
+            for (p, q) in reference.iter().zip(rows(stepper)) {
+                let (p, q) = (log_probabilities(p), log_probabilities(&q));
+                *divergence += p.iter().zip(&q).map(|(p, q)| p.exp() * (p - q)).sum::<f64>();
+                *differ += usize::from(most_likely(&p) != most_likely(&q));
+            }
+        }
+    }
+    assert_eq!(count, COMPARED);
+    for ((kv, mean, differing), (_, divergence, differ)) in RECORDED.iter().zip(&others) {
+        let (found, share) = (divergence / count as f64, *differ as f64 / count as f64);
+        println!("{kv:?}: mean KL {found:.6}, another token at {:.1} %", 100.0 * share);
+        assert!(found > 0.0 && found <= MARGIN * mean, "{kv:?}: mean KL {found}, recorded {mean}");
+        assert!(share <= MARGIN * differing, "{kv:?}: {share} of positions differ, recorded {differing}");
+    }
+}

@@ -31,14 +31,10 @@ fn plan_of(checkpoint: &Checkpoint, options: &LoadOptions) -> (Config, MemoryPla
     let config = Config::from_checkpoint(checkpoint).expect("config is read");
     let context = options.context_for(&config);
     let limits = Limits { rows: options.chunk.clamp(1, context), head_rows: options.head_rows };
-    let plan = PlanOptions { context, sequences: 1, limits, kv: [options.kv_format(); 2] };
+    let plan =
+        PlanOptions { context, sequences: 1, limits, kv: [options.kv_format(); 2], compute: options.compute };
     let plan = MemoryPlan::new(checkpoint, &config, &plan);
     (config, plan)
-}
-
-fn near(what: &str, planned: u64, found: usize) {
-    let off = (planned as f64 - found as f64).abs() / found as f64;
-    assert!(off <= 0.03, "{what}: planned {planned}, allocated {found}");
 }
 
 /// Odd sizes, so that no rounding hides in round numbers.
@@ -71,24 +67,29 @@ fn a_plan_equals_the_allocation() {
     let scratch = tempfile::tempdir().expect("scratch folder");
     for model in models(scratch.path()) {
         let checkpoint = Checkpoint::open(&model).expect("checkpoint opens");
-        let options = options(Compute::F32);
-        let (_, plan) = plan_of(&checkpoint, &options);
-        let mut stepper = load_stepper(&checkpoint, &options, &mut |_| {}).expect("model loads");
-        let held = stepper.runner().memory();
-        let what = |part: &str| format!("{} {part}", model.display());
-        near(&what("weights"), plan.weight_bytes(), held.weights + held.mapped);
-        assert_eq!(plan.kv_bytes(), held.kv as u64, "{}", what("kv"));
-        near(&what("activations"), plan.activation_bytes(), held.activations);
-        near(&what("total"), plan.total(), held.weights + held.mapped + held.kv + held.activations);
-        // Scratch that only a pass makes stays small beside the rest.
-        let tokens: Vec<u32> = (0..97).map(|i| i * 5 % 199).collect();
-        stepper.prefill(&tokens).expect("the prompt runs");
-        let held = stepper.runner().memory();
-        near(
-            &what("total after a pass"),
-            plan.total(),
-            held.weights + held.mapped + held.kv + held.activations,
-        );
+        for compute in [Compute::F32, Compute::Fast] {
+            let options = options(compute);
+            let (_, plan) = plan_of(&checkpoint, &options);
+            let mut stepper = load_stepper(&checkpoint, &options, &mut |_| {}).expect("model loads");
+            let held = stepper.runner().memory();
+            let what = |part: &str| format!("{} {compute:?} {part}", model.display());
+            assert_eq!(plan.weight_bytes(), (held.weights + held.mapped) as u64, "{}", what("weights"));
+            assert_eq!(plan.kv_bytes(), held.kv as u64, "{}", what("kv"));
+            let buffers = plan.activation_bytes() - plan.experts_bytes;
+            assert_eq!(buffers, held.activations as u64, "{}", what("activations"));
+            // A pass takes what experts keep, and for each worker a decoded page of keys and values with the sums of
+            // a few rows: a fixed 80 KiB at these widths, which is nothing beside a model but not beside these.
+            let scratch = 2 * (80 << 10);
+            let tokens: Vec<u32> = (0..97).map(|i| i * 5 % 199).collect();
+            stepper.prefill(&tokens).expect("the prompt runs");
+            let held = stepper.runner().memory();
+            let total = held.weights + held.mapped + held.kv + held.activations;
+            let kept = plan.total() as usize;
+            assert!(
+                total >= kept - kept * 3 / 100 && total <= kept + kept * 3 / 100 + scratch,
+                "{total} {plan:?}"
+            );
+        }
     }
 }
 
@@ -168,6 +169,8 @@ fn plan_of_26b_a4b() {
         ],
         &[h, h, 262_144],
     );
+    // Hidden values and outputs of 8 experts a row.
+    let activations = activations + 4 * 512 * 8 * (704 + h);
     for (context, full_pages) in [(8192, 256 + 1), (262_144, 8192 + 1)] {
         let (_, plan) = plan_of(&checkpoint, &fast(context));
         assert_eq!(plan.weights.len(), 1);

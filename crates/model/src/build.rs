@@ -56,8 +56,9 @@ impl Model {
     /// Builds the model on `backend`.
     ///
     /// # Errors
-    /// A tensor that is missing, of the wrong shape, or damaged; a backend out of memory; a pass that does
-    /// not fit together. The backend must not be used after an error.
+    /// A tensor that is missing, of the wrong shape, damaged, or without a place in the config
+    /// ([`Config::check_tensors`]); a backend out of memory; a pass that does not fit together. The backend must
+    /// not be used after an error.
     pub fn build(
         config: Config,
         checkpoint: &Checkpoint,
@@ -65,6 +66,9 @@ impl Model {
         options: &BuildOptions,
         progress: &mut dyn FnMut(Progress),
     ) -> Result<Model> {
+        config.check_tensors(checkpoint)?;
+        // The embedding's shape comes first: the widths that buffers are made of are in it.
+        let embed_view = checkpoint.expect(Role::Embed, config.vocab, config.hidden)?;
         backend.hold(&checkpoint.maps());
         let total = checkpoint.total_bytes() as usize;
         let mut b = Builder {
@@ -79,7 +83,6 @@ impl Model {
             total,
         };
         let acts = b.acts()?;
-        let embed_view = checkpoint.expect(Role::Embed, config.vocab, config.hidden)?;
         let embed_is_bf16 = embed_view.format == lapidary_ops::Format::Bf16 && is_safetensors(checkpoint);
         let root = (config.hidden as f32).sqrt();
         let embed_scale = match options.embed_scale {

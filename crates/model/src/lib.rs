@@ -12,6 +12,7 @@ mod config_gguf;
 mod config_json;
 mod error;
 pub mod forward;
+mod inventory;
 pub mod kv_plan;
 mod layer;
 pub mod model;

@@ -6,12 +6,12 @@ use std::time::Instant;
 
 use lapidary::bandwidth::{ReadBandwidth, read_bandwidth};
 use lapidary::plan::MemoryPlan;
-use lapidary::{Checkpoint, Config};
+use lapidary::{Checkpoint, Config, TapPoint};
 use lapidary_engine::{Heads, Prompt, Stepper};
 use serde_json::{Value, json};
 
 use crate::load;
-use crate::model_args::{DeviceArgs, ModelArgs};
+use crate::model_args::{ComputeFlag, DeviceArgs, ModelArgs};
 use crate::report::{Align, Table, bytes, count, median};
 use crate::source;
 
@@ -20,8 +20,10 @@ use crate::source;
 /// Measures how many tokens a second a model reads (pp, prompt processing) and writes (tg, text generation), and how near
 /// writing is to the memory's speed: each written token reads the weights once, so bandwidth / bytes is the limit.
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Example:\n  lapidary bench -m MODEL -p 512 -n 128 -t 1,2,4 -r 5\n\n\
-t/s is the median of the repetitions, with the slowest and the fastest beside it. One more run, not counted, comes first.")]
+#[command(
+    after_help = "Examples:\n  lapidary bench -m MODEL -p 512 -n 128 -t 1,2,4 -r 5\n  lapidary bench -m MODEL -p 0 -n 128 -d 0,4096\n\n\
+t/s is the median of the repetitions, with the slowest and the fastest beside it. One more run, not counted, comes first."
+)]
 pub struct Args {
     #[command(flatten)]
     pub model: ModelArgs,
@@ -31,6 +33,9 @@ pub struct Args {
     /// Numbers of tokens to write, separated by commas; 0 for none
     #[arg(short = 'n', long, value_name = "N", value_delimiter = ',', default_value = "128", value_parser = clap::value_parser!(u32).range(0..=1 << 20))]
     pub generate: Vec<u32>,
+    /// Numbers of tokens that are read before each test starts and not timed, separated by commas
+    #[arg(short = 'd', long, value_name = "N", value_delimiter = ',', default_value = "0", value_parser = clap::value_parser!(u32).range(0..=1 << 20))]
+    pub depth: Vec<u32>,
     /// Thread counts, separated by commas; as many as cores may be used when not given
     #[arg(short = 't', long, value_name = "N", value_delimiter = ',', value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub threads: Vec<u16>,
@@ -40,6 +45,12 @@ pub struct Args {
     /// Most prompt tokens in one batch
     #[arg(long, value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..=16384))]
     pub chunk: u32,
+    /// Run prompts through every layer for every token, as engines without the shortcut do: nobody reads what layers behind
+    /// the last key and value write make of tokens whose logits aren't wanted, so they are left out otherwise
+    #[arg(long)]
+    pub no_tail_skip: bool,
+    #[command(flatten)]
+    pub compute: ComputeFlag,
     #[command(flatten)]
     pub device: DeviceArgs,
     /// Print JSON
@@ -55,30 +66,41 @@ struct Measured {
     rates: Vec<f64>,
 }
 
+/// One test: what is timed, and after how many tokens it starts.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Test {
+struct Test {
+    work: Work,
+    depth: usize,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Work {
     Prompt(usize),
     Generate(usize),
 }
 
 impl Test {
     fn name(self) -> String {
-        match self {
-            Test::Prompt(n) => format!("pp{n}"),
-            Test::Generate(n) => format!("tg{n}"),
-        }
+        let name = match self.work {
+            Work::Prompt(n) => format!("pp{n}"),
+            Work::Generate(n) => format!("tg{n}"),
+        };
+        if self.depth == 0 { name } else { format!("{name} @ d{}", self.depth) }
     }
 }
 
 pub fn run(args: &Args) -> anyhow::Result<()> {
     let checkpoint = source::open(&args.model)?;
     let config = Config::from_checkpoint(&checkpoint)?;
-    let prompts = args.prompt.iter().filter(|&&n| n > 0).map(|&n| Test::Prompt(n as usize));
-    let generates = args.generate.iter().filter(|&&n| n > 0).map(|&n| Test::Generate(n as usize));
-    let tests: Vec<Test> = prompts.chain(generates).collect();
+    let prompts = args.prompt.iter().filter(|&&n| n > 0).map(|&n| Work::Prompt(n as usize));
+    let generates = args.generate.iter().filter(|&&n| n > 0).map(|&n| Work::Generate(n as usize));
+    let works: Vec<Work> = prompts.chain(generates).collect();
+    let at = |&depth: &u32| works.iter().map(move |&work| Test { work, depth: depth as usize });
+    let tests: Vec<Test> = args.depth.iter().flat_map(at).collect();
     let longest = args.prompt.iter().chain(&args.generate).copied().max().unwrap_or(0) as usize;
-    let mut options = args.device.options();
-    options.context = Some(longest + 1);
+    let deepest = args.depth.iter().copied().max().unwrap_or(0) as usize;
+    let mut options = args.device.options(args.compute.compute);
+    options.context = Some(deepest + longest + 1);
     options.chunk = args.chunk as usize;
     let plan = load::plan(&checkpoint, &config, &options);
     let threads: Vec<usize> = match args.threads.is_empty() {
@@ -90,10 +112,14 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     for &threads in &threads {
         options.threads = Some(threads);
         let mut stepper = load::stepper(&checkpoint, &options, &args.device)?;
+        if level.is_empty() {
+            load::tell_notes(&stepper);
+        }
         level = stepper.runner().report().level;
         for &test in &tests {
-            let rates =
-                (0..=args.repetitions).map(|_| rate(&mut stepper, test)).collect::<Result<Vec<_>, _>>()?;
+            let rates = (0..=args.repetitions)
+                .map(|_| rate(&mut stepper, test, args))
+                .collect::<Result<Vec<_>, _>>()?;
             // The first run pays for page faults and warms caches.
             measured.push(Measured { threads, test, rates: rates[1..].to_vec() });
         }
@@ -109,29 +135,50 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Tokens a second of one run from an empty context.
-fn rate(stepper: &mut Stepper, test: Test) -> Result<f64, lapidary_engine::Error> {
-    let config = &stepper.model().config;
-    let vocab = config.vocab.min(config.per_layer.map_or(usize::MAX, |p| p.vocab));
-    let bos = config.bos;
-    stepper.reset();
-    match test {
-        Test::Prompt(n) => {
-            // The ids do not matter for the time; different ones keep experts and table rows from being the same.
-            let ids: Vec<u32> = (0..n).map(|i| ((i * 7919 + 13) % vocab) as u32).collect();
+/// Tokens a second of one run.
+fn rate(stepper: &mut Stepper, test: Test, args: &Args) -> Result<f64, lapidary_engine::Error> {
+    start_at(stepper, test.depth)?;
+    match test.work {
+        Work::Prompt(n) => {
+            let prompt = Prompt::from(&ids(stepper, n)[..]);
+            // Whoever reads the last layer's output reads every row of it.
+            let last = stepper.model().layers.len() - 1;
+            let whole = [TapPoint::LayerOut(last)];
+            stepper.set_capture(if args.no_tail_skip { &whole } else { &[] });
             let start = Instant::now();
-            stepper.prefill_each(&Prompt::from(&ids[..]), Heads::Last, &mut |_| {})?;
-            Ok(n as f64 / start.elapsed().as_secs_f64())
+            let run = stepper.prefill_each(&prompt, Heads::Last, &mut |_| {});
+            let seconds = start.elapsed().as_secs_f64();
+            stepper.set_capture(&[]);
+            run?;
+            Ok(n as f64 / seconds)
         }
-        Test::Generate(n) => {
-            let mut token = stepper.decode_step(bos, 0)?;
+        Work::Generate(n) => {
+            let bos = stepper.model().config.bos;
+            let mut token = stepper.decode_step(bos, test.depth)?;
             let start = Instant::now();
-            for position in 1..=n {
+            for position in test.depth + 1..=test.depth + n {
                 token = stepper.decode_step(token, position)?;
             }
             Ok(n as f64 / start.elapsed().as_secs_f64())
         }
     }
+}
+
+/// Goes back to where the last repetition of the same depth began, or reads as many tokens anew.
+fn start_at(stepper: &mut Stepper, depth: usize) -> Result<(), lapidary_engine::Error> {
+    if stepper.rewind(depth).is_ok() {
+        return Ok(());
+    }
+    stepper.reset();
+    let prompt = Prompt::from(&ids(stepper, depth)[..]);
+    stepper.prefill_each(&prompt, Heads::None, &mut |_| {})
+}
+
+/// The ids do not matter for the time; different ones keep experts and table rows from being the same.
+fn ids(stepper: &Stepper, n: usize) -> Vec<u32> {
+    let config = &stepper.model().config;
+    let vocab = config.vocab.min(config.per_layer.map_or(usize::MAX, |p| p.vocab));
+    (0..n).map(|i| ((i * 7919 + 13) % vocab) as u32).collect()
 }
 
 /// What the figures belong to.
@@ -144,9 +191,10 @@ struct About<'a> {
 }
 
 impl About<'_> {
-    /// Bytes that a token of a generation of `n` reads on average: weights, and half of the final keys and values.
-    fn bytes_per_token(&self, n: usize) -> u64 {
-        self.plan.weight_bytes_per_token + self.plan.kv_bytes_per_token(n / 2)
+    /// Bytes that a token of a generation of `n` after `depth` reads on average: weights, and the keys and values that are
+    /// there half way.
+    fn bytes_per_token(&self, depth: usize, n: usize) -> u64 {
+        self.plan.weight_bytes_per_token + self.plan.kv_bytes_per_token(depth + n / 2)
     }
 
     fn formats(&self) -> String {
@@ -162,7 +210,7 @@ impl About<'_> {
             count(self.checkpoint.parameters()),
             bytes(self.plan.weight_bytes()),
             self.formats(),
-            self.args.device.compute.name(),
+            self.args.compute.compute.name(),
             self.level
         );
         let mut table = Table::new(&[
@@ -175,10 +223,11 @@ impl About<'_> {
             ("share", Align::Right),
         ]);
         for m in measured {
-            let (limit, share) = match m.test {
-                Test::Prompt(_) => (String::new(), String::new()),
-                Test::Generate(n) => {
-                    let limit = memory[&m.threads].bytes_per_second / self.bytes_per_token(n) as f64;
+            let (limit, share) = match m.test.work {
+                Work::Prompt(_) => (String::new(), String::new()),
+                Work::Generate(n) => {
+                    let limit =
+                        memory[&m.threads].bytes_per_second / self.bytes_per_token(m.test.depth, n) as f64;
                     (format!("{limit:.2}"), format!("{:.0} %", 100.0 * median(&m.rates) / limit))
                 }
             };
@@ -221,9 +270,10 @@ impl About<'_> {
                     "fastest": most(&m.rates),
                     "rates": m.rates,
                 });
-                if let Test::Generate(n) = m.test {
-                    let limit = memory[&m.threads].bytes_per_second / self.bytes_per_token(n) as f64;
-                    test["bytes_per_token"] = json!(self.bytes_per_token(n));
+                if let Work::Generate(n) = m.test.work {
+                    let bytes = self.bytes_per_token(m.test.depth, n);
+                    let limit = memory[&m.threads].bytes_per_second / bytes as f64;
+                    test["bytes_per_token"] = json!(bytes);
                     test["limit_tokens_per_second"] = json!(limit);
                     test["share_of_limit"] = json!(median(&m.rates) / limit);
                 }
@@ -240,9 +290,10 @@ impl About<'_> {
             "weight_bytes": self.plan.weight_bytes(),
             "weight_bytes_per_token": self.plan.weight_bytes_per_token,
             "format": self.formats(),
-            "compute": self.args.device.compute.name(),
+            "compute": self.args.compute.compute.name(),
             "level": self.level,
             "chunk": self.args.chunk,
+            "tail_skip": !self.args.no_tail_skip,
             "repetitions": self.args.repetitions,
             "tests": tests,
             "read_bandwidth": memory,

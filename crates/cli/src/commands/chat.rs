@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use crate::failure;
 use crate::interrupt::Interrupt;
 use crate::load;
-use crate::model_args::{LoadArgs, ModelArgs};
+use crate::model_args::{ComputeFlag, LoadArgs, ModelArgs};
 use crate::sampling_args::SamplingArgs;
 use crate::source;
 use crate::speak::{Said, Show, speak};
@@ -38,6 +38,8 @@ pub struct Args {
     #[command(flatten)]
     pub sampling: SamplingArgs,
     #[command(flatten)]
+    pub compute: ComputeFlag,
+    #[command(flatten)]
     pub load: LoadArgs,
     /// Tell speeds, times and memory after each answer, on stderr
     #[arg(long)]
@@ -56,7 +58,7 @@ A line that is to begin with a slash is written with two.";
 
 pub fn run(args: &Args) -> anyhow::Result<()> {
     let mut chat = Chat {
-        gemma: load::gemma(&args.model, &args.load)?,
+        gemma: load::gemma(&args.model, &args.load, args.compute.compute)?,
         args,
         system: args.system.clone(),
         messages: Vec::new(),
@@ -170,7 +172,8 @@ impl Chat<'_> {
             None if said.text.is_empty() => eprintln!("[stopped; the turn was taken back]"),
             None => eprintln!("[stopped]"),
             Some(_) => {
-                let context = self.args.load.options().context_for(self.gemma.config());
+                let context =
+                    self.args.load.options(self.args.compute.compute).context_for(self.gemma.config());
                 said.remark(context).iter().for_each(|r| eprintln!("note: {r}"));
             }
         }

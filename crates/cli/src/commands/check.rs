@@ -8,7 +8,7 @@ use lapidary::{Checkpoint, Config};
 use serde_json::json;
 
 use crate::load;
-use crate::model_args::{LoadArgs, ModelArgs};
+use crate::model_args::{ComputeFlag, LoadArgs, ModelArgs};
 use crate::progress::{Bar, Unit};
 use crate::source;
 
@@ -22,6 +22,8 @@ lapidary check -m MODEL --full       also every value of the model's files, whic
 pub struct Args {
     #[command(flatten)]
     pub model: ModelArgs,
+    #[command(flatten)]
+    pub compute: ComputeFlag,
     #[command(flatten)]
     pub load: LoadArgs,
     /// Read and validate every tensor of the model
@@ -53,7 +55,7 @@ fn files(checkpoint: &Checkpoint) -> String {
 /// Everything that needs a model. A failure of one part does not keep the others from being looked at, as far as they do
 /// not build on it.
 fn model(args: &Args, checkpoint: &Checkpoint, report: &mut Report) -> anyhow::Result<()> {
-    let options = args.load.options();
+    let options = args.load.options(args.compute.compute);
     let config = match Config::from_checkpoint(checkpoint) {
         Ok(config) => config,
         Err(e) => return report.add(Finding::failed("config", &crate::failure::line(&e.into()))),

@@ -24,8 +24,8 @@ use crate::source;
 logits [T, V]            after the softcap\n  \
 hidden.N [T, H]          output of layer N after its scalar (--layers)\n  \
 embed, final_norm [T, H] scaled embeddings; the residual after the final norm (--also)\n  \
-attn.N.q, attn.N.o [T, heads, D]     queries normed and rotated; heads before the output projection (--also attn)\n  \
-router_idx, router_weight [L, T, K]  experts by falling probability and their weights (--also router)\n  \
+attn.N.q, attn.N.o [T, heads, D]     queries; heads before projection (--also attn)\n  \
+router_idx, router_weight [L, T, K]  chosen experts, best first (--also router)\n  \
 per_layer_inputs [T, L, P]           combined per-layer inputs (--also per_layer)\n\n\
 Example:\n  lapidary dump -m MODEL --tokens 2,9259,1902 --layers all --dtype f32 -o out.safetensors")]
 pub struct Args {
@@ -103,8 +103,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
         None => Vec::new(),
     };
     let wanted = wanted(args, &config)?;
-    let mut options = args.load.options();
-    options.compute = args.dtype.compute();
+    let mut options = args.load.options(args.dtype);
     if let Some(scale) = args.embed_scale {
         options.embed_scale = scale.scale();
     }
@@ -114,6 +113,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     (options.chunk, options.head_rows) = (rows, rows);
     options.context = Some(args.load.ctx.map_or(args.tokens.len(), |c| c as usize));
     let mut stepper = load::stepper(&checkpoint, &options, &args.load.device)?;
+    load::tell_notes(&stepper);
     let prompt = Prompt { tokens: args.tokens.clone(), soft };
     let captured = capture(&mut stepper, &prompt, &wanted)?;
     if let Some(c) =

@@ -11,7 +11,7 @@ use lapidary_weights::Kind;
 use serde_json::{Value, json};
 
 use crate::load;
-use crate::model_args::{DeviceArgs, StoreArgs};
+use crate::model_args::{ComputeFlag, DeviceArgs, StoreArgs};
 use crate::report::{Align, Table, bytes, count};
 use crate::source;
 
@@ -32,6 +32,8 @@ pub struct Args {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1 << 24))]
     pub ctx: Option<u64>,
     #[command(flatten)]
+    pub compute: ComputeFlag,
+    #[command(flatten)]
     pub device: DeviceArgs,
     /// Most prompt tokens in one batch
     #[arg(long, value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..=16384))]
@@ -47,7 +49,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     let options = LoadOptions {
         context: args.ctx.map(|c| c as usize),
         chunk: args.chunk as usize,
-        ..args.device.options()
+        ..args.device.options(args.compute.compute)
     };
     let plan = load::plan(&checkpoint, &config, &options);
     let mut out = stdout().lock();

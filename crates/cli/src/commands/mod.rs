@@ -13,6 +13,7 @@ pub mod pull;
 #[cfg(feature = "hub")]
 pub mod rm;
 pub mod run;
+pub mod synth;
 pub mod tokenize;
 
 use std::process::ExitCode;
@@ -36,6 +37,7 @@ pub fn run(command: Command) -> anyhow::Result<ExitCode> {
         #[cfg(feature = "hub")]
         Command::Rm(args) => done(rm::run(&args)),
         Command::Bench(args) => done(bench::run(&args)),
+        Command::Synth(args) => done(synth::run(&args)),
         Command::Completions(args) => done(completions::run(&args)),
     }
 }

@@ -8,7 +8,7 @@ use lapidary::{ChatInput, Gemma, TemplateSource};
 use serde_json::json;
 
 use crate::load;
-use crate::model_args::{LoadArgs, ModelArgs};
+use crate::model_args::{ComputeFlag, LoadArgs, ModelArgs};
 use crate::sampling_args::SamplingArgs;
 use crate::speak::{Show, speak};
 
@@ -41,6 +41,8 @@ pub struct Args {
     #[command(flatten)]
     pub sampling: SamplingArgs,
     #[command(flatten)]
+    pub compute: ComputeFlag,
+    #[command(flatten)]
     pub load: LoadArgs,
     /// Tell speeds, times and memory afterwards, on stderr
     #[arg(long)]
@@ -55,9 +57,9 @@ const COMPLETION_TOKENS: usize = 256;
 
 pub fn run(args: &Args) -> anyhow::Result<()> {
     let prompt = prompt(args)?;
-    let mut gemma = load::gemma(&args.model, &args.load)?;
+    let mut gemma = load::gemma(&args.model, &args.load, args.compute.compute)?;
     let raw = raw(args, &gemma);
-    let context = args.load.options().context_for(gemma.config());
+    let context = args.load.options(args.compute.compute).context_for(gemma.config());
     let options = args.sampling.options(&gemma, if raw { COMPLETION_TOKENS } else { usize::MAX });
     let show = if args.json { Show::Nothing } else { Show::Stream };
     let said = match raw {

@@ -59,6 +59,7 @@ pub(crate) struct QuantRows<'a> {
     pub width: usize,
 }
 
+#[cfg(test)]
 impl<'a> QuantRows<'a> {
     /// Rows `from .. from + count`.
     pub fn slice(&self, from: usize, count: usize) -> QuantRows<'a> {

@@ -19,10 +19,14 @@ use super::codes::Codes;
 use super::formats::{Kind, with_kind};
 use super::lanes::{LANES, Lanes, Plain};
 use super::scaling::{Scaling, Unpacked};
+use super::tiles::tile_bytes;
 #[cfg(target_arch = "x86_64")]
 use super::x86::{Avx2, Avx512Vnni};
 use crate::level::{Isa, Level};
 use lapidary_formats::Format;
+
+/// Bytes between what is multiplied and what is asked for.
+const AHEAD: usize = 4096;
 
 /// Multiplies one tile.
 ///
@@ -116,6 +120,7 @@ unsafe fn rows<S: Lanes, K: Kind, const M: usize>(
     unsafe {
         let x_codes = x.bytes.as_ptr().add(first * x.stride).cast::<i8>();
         let x_heads = x_codes.add(x.width).cast::<Head>();
+        let tile_bytes = tile_bytes::<K>(x.width);
         let mut codes = tile;
         let mut scales = tile.add(blocks * K::Codes::BYTES);
         let mut acc = [S::floats(0.0); M];
@@ -123,7 +128,20 @@ unsafe fn rows<S: Lanes, K: Kind, const M: usize>(
         let mut b = 0;
         while b < blocks {
             K::Scaling::prepare::<S>(scales, &mut unpacked);
+            if first == 0 {
+                // The scales of the next tile: those of this one lie beyond its codes, too far to be asked for
+                // by the codes' turn.
+                for line in (0..K::Scaling::BYTES).step_by(64) {
+                    S::prefetch(scales.wrapping_add(tile_bytes + line));
+                }
+            }
             for j in 0..K::Scaling::BLOCKS {
+                if first == 0 {
+                    // Only the first rows of x find the tile far away.
+                    for line in (0..K::Codes::BYTES).step_by(64) {
+                        S::prefetch(codes.wrapping_add(AHEAD + line));
+                    }
+                }
                 let mut w = K::Codes::unpack::<S>(codes);
                 if let Some(levels) = K::LEVELS {
                     for v in &mut w {

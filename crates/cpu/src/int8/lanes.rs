@@ -26,6 +26,8 @@ pub(crate) trait Lanes: Copy {
 
     /// 64 bytes at `p`.
     unsafe fn load(p: *const u8) -> Self::B;
+    /// Asks for the cache line at `p`, which need not be readable.
+    unsafe fn prefetch(p: *const u8);
     /// Stores 64 bytes at `p`.
     unsafe fn save(b: Self::B, p: *mut u8);
     /// Every byte `and` mask.
@@ -55,8 +57,6 @@ pub(crate) trait Lanes: Copy {
     unsafe fn high_nibbles(a: Self::I) -> Self::I;
     /// 16 f16 at `p`.
     unsafe fn load_f16(p: *const u8) -> Self::F;
-    /// 16 bf16 at `p`.
-    unsafe fn load_bf16(p: *const u8) -> Self::F;
     /// 16 E8M0 bytes at `p`, each as `2^(e - 128)`, half the scale that it stands for.
     unsafe fn load_half_e8m0(p: *const u8) -> Self::F;
     unsafe fn floats(v: f32) -> Self::F;
@@ -85,6 +85,7 @@ macro_rules! operations {
         )*
     };
 }
+#[cfg(target_arch = "x86_64")]
 pub(super) use operations;
 
 #[inline(always)]
@@ -114,6 +115,7 @@ impl Lanes for Plain {
 
     operations! {
         fn load(p: *const u8) -> [u8; 64] { p.cast::<[u8; 64]>().read() }
+        fn prefetch(_p: *const u8) {}
         fn save(b: [u8; 64], p: *mut u8) { p.cast::<[u8; 64]>().write(b) }
         fn and(a: [u8; 64], mask: u8) -> [u8; 64] { a.map(|v| v & mask) }
         fn or(a: [u8; 64], b: [u8; 64]) -> [u8; 64] {
@@ -141,9 +143,6 @@ impl Lanes for Plain {
         fn high_nibbles(a: [i32; 16]) -> [i32; 16] { lanes(a, |_, v| v >> 4) }
         fn load_f16(p: *const u8) -> [f32; 16] {
             lanes(p.cast::<[[u8; 2]; 16]>().read(), |_, v| f16::from_le_bytes(v).to_f32())
-        }
-        fn load_bf16(p: *const u8) -> [f32; 16] {
-            lanes(p.cast::<[[u8; 2]; 16]>().read(), |_, v| f32::from_bits(u32::from(u16::from_le_bytes(v)) << 16))
         }
         fn load_half_e8m0(p: *const u8) -> [f32; 16] {
             lanes(p.cast::<[u8; 16]>().read(), |_, e| lapidary_formats::codec::mxfp4::half_scale(e))

@@ -7,6 +7,7 @@
 
 pub(crate) mod activations;
 mod codes;
+mod file_rows;
 mod formats;
 mod kernel;
 mod lanes;
@@ -15,6 +16,7 @@ pub(crate) mod tiles;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
+pub(crate) use file_rows::decode_file_row;
 pub(crate) use formats::is_packed;
 
 /// Name of the instruction set whose kernel multiplies `format`, if the format is packed.

@@ -5,7 +5,7 @@
 //! of it; it may have minimums.
 
 use half::f16;
-use lapidary_formats::codec::{k_quant, mxfp4, q3_k};
+use lapidary_formats::codec::{mxfp4, q3_k};
 
 use super::lanes::{LANES, Lanes};
 
@@ -166,11 +166,15 @@ impl Scaling for Six {
         put_two(file, 2, row, &mut out[PLANES + F16S..]);
     }
     fn row(scales: &[u8], row: usize, block: usize, _half: usize) -> RowFactors {
-        let bytes = std::array::from_fn(|b| scales[b * LANES + row]);
-        let (factors, minimums) = k_quant::unpack_scales(&bytes);
+        // See `k_quant`: the last four take their high bits from the top of the first eight bytes.
+        let byte = |b: usize| scales[b * LANES + row];
+        let (factor, minimum) = match block.checked_sub(4) {
+            None => (byte(block) & 63, byte(4 + block) & 63),
+            Some(j) => (byte(8 + j) & 15 | byte(j) >> 6 << 4, byte(8 + j) >> 4 | byte(4 + j) >> 6 << 4),
+        };
         RowFactors {
-            scale: half_at(&scales[PLANES..], row) * f32::from(factors[block]),
-            minimum: -(half_at(&scales[PLANES + F16S..], row) * f32::from(minimums[block])),
+            scale: half_at(&scales[PLANES..], row) * f32::from(factor),
+            minimum: -(half_at(&scales[PLANES + F16S..], row) * f32::from(minimum)),
         }
     }
     #[inline(always)]

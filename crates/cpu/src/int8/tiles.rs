@@ -10,6 +10,7 @@ use lapidary_ops::Result;
 
 use super::activations::{BLOCK, QuantRows};
 use super::codes::Codes;
+use super::file_rows::half_values;
 use super::formats::{Kind, with_kind};
 use super::kernel::{Choice, choose};
 use super::lanes::LANES;
@@ -34,9 +35,7 @@ pub(crate) struct Tiles {
 impl Tiles {
     /// Room for `view`, if its format is packed; [`pack_tile`](Tiles::pack_tile) fills it.
     pub fn empty(isa: Isa, view: &TensorView<'_>) -> Result<Option<Tiles>> {
-        let Some(tile_bytes) = with_kind!(view.format, K => tile_bytes::<K>(view.cols)) else {
-            return Ok(None);
-        };
+        let Some(tile_bytes) = tile_bytes_of(view.format, view.cols) else { return Ok(None) };
         let choice = choose(isa, view.format).expect("every packed format has kernels");
         let bytes = view.rows.div_ceil(LANES).saturating_mul(tile_bytes);
         let data = Aligned::zeroed(bytes, &view.name)?;
@@ -91,7 +90,17 @@ const fn super_len<K: Kind>() -> usize {
     K::Scaling::BLOCKS * BLOCK
 }
 
-fn tile_bytes<K: Kind>(cols: usize) -> usize {
+/// Bytes of a matrix in tiles, if its format is packed.
+pub(crate) fn packed_bytes(format: Format, rows: usize, cols: usize) -> Option<usize> {
+    Some(rows.div_ceil(LANES).saturating_mul(tile_bytes_of(format, cols)?))
+}
+
+fn tile_bytes_of(format: Format, cols: usize) -> Option<usize> {
+    with_kind!(format, K => tile_bytes::<K>(cols))
+}
+
+/// Bytes of a tile.
+pub(super) fn tile_bytes<K: Kind>(cols: usize) -> usize {
     let codes = cols / BLOCK * K::Codes::BYTES;
     (codes + cols / super_len::<K>() * K::Scaling::BYTES).next_multiple_of(64)
 }
@@ -120,18 +129,7 @@ fn decode_row<K: Kind>(tile: &[u8], row: usize, out: &mut [f32]) {
         let words = K::Codes::get(codes, row);
         for (half, out) in out.as_chunks_mut::<16>().0.iter_mut().enumerate() {
             let f = K::Scaling::row(scales, row, b % K::Scaling::BLOCKS, half);
-            for (i, value) in out.iter_mut().enumerate() {
-                let code = words[4 * half + i / 4].to_le_bytes()[i % 4];
-                let number = match K::LEVELS {
-                    Some(levels) => i32::from(levels[usize::from(code)]),
-                    None if K::SIGNED => i32::from(code as i8),
-                    None => i32::from(code) - K::OFFSET,
-                };
-                *value = f.scale * number as f32;
-                if K::Scaling::MINIMUM {
-                    *value += f.minimum;
-                }
-            }
+            half_values::<K>(&words, half, f, out);
         }
     }
 }

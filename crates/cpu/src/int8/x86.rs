@@ -22,6 +22,7 @@ impl Lanes for Avx512Vnni {
 
     operations! {
         fn load(p: *const u8) -> __m512i { _mm512_loadu_si512(p.cast()) }
+        fn prefetch(p: *const u8) { _mm_prefetch::<_MM_HINT_T1>(p.cast()) }
         fn save(b: __m512i, p: *mut u8) { _mm512_storeu_si512(p.cast(), b) }
         fn and(a: __m512i, mask: u8) -> __m512i { _mm512_and_si512(a, _mm512_set1_epi8(mask as i8)) }
         fn or(a: __m512i, b: __m512i) -> __m512i { _mm512_or_si512(a, b) }
@@ -45,10 +46,6 @@ impl Lanes for Avx512Vnni {
         fn low_nibbles(a: __m512i) -> __m512i { _mm512_and_si512(a, _mm512_set1_epi32(15)) }
         fn high_nibbles(a: __m512i) -> __m512i { _mm512_srli_epi32::<4>(a) }
         fn load_f16(p: *const u8) -> __m512 { _mm512_cvtph_ps(_mm256_loadu_si256(p.cast())) }
-        fn load_bf16(p: *const u8) -> __m512 {
-            let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast()));
-            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide))
-        }
         fn load_half_e8m0(p: *const u8) -> __m512 {
             // Below 2 the number is subnormal.
             let e = _mm512_cvtepu8_epi32(_mm_loadu_si128(p.cast()));
@@ -86,6 +83,7 @@ impl Lanes for Avx2 {
         fn load(p: *const u8) -> [__m256i; 2] {
             [_mm256_loadu_si256(p.cast()), _mm256_loadu_si256(p.add(32).cast())]
         }
+        fn prefetch(p: *const u8) { _mm_prefetch::<_MM_HINT_T1>(p.cast()) }
         fn save(b: [__m256i; 2], p: *mut u8) {
             _mm256_storeu_si256(p.cast(), b[0]);
             _mm256_storeu_si256(p.add(32).cast(), b[1]);
@@ -136,11 +134,6 @@ impl Lanes for Avx2 {
         fn high_nibbles(a: [__m256i; 2]) -> [__m256i; 2] { both!(_mm256_srli_epi32::<4>, a) }
         fn load_f16(p: *const u8) -> [__m256; 2] {
             [_mm256_cvtph_ps(_mm_loadu_si128(p.cast())), _mm256_cvtph_ps(_mm_loadu_si128(p.add(16).cast()))]
-        }
-        fn load_bf16(p: *const u8) -> [__m256; 2] {
-            let a = _mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast()));
-            let b = _mm256_cvtepu16_epi32(_mm_loadu_si128(p.add(16).cast()));
-            [_mm256_castsi256_ps(_mm256_slli_epi32::<16>(a)), _mm256_castsi256_ps(_mm256_slli_epi32::<16>(b))]
         }
         fn load_half_e8m0(p: *const u8) -> [__m256; 2] {
             // Below 2 the number is subnormal.

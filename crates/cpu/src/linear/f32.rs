@@ -15,26 +15,110 @@ use crate::level::Level;
 /// Partial sums of one output at the scalar level and at AVX-512.
 const LANES: usize = 16;
 
-/// A number of rows of equal length, `stride` floats apart.
+/// A number of rows of equal length, `stride` values apart.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct RowsView<'a> {
+pub(crate) struct RowsView<'a, T = f32> {
     /// The rows.
-    pub values: &'a [f32],
-    /// Floats from one row to the next.
+    pub values: &'a [T],
+    /// Values from one row to the next.
     pub stride: usize,
     /// How many.
     pub count: usize,
 }
 
-impl RowsView<'_> {
+impl<T> RowsView<'_, T> {
     fn check(&self, k: usize) {
         let needed = if self.count == 0 { 0 } else { (self.count - 1) * self.stride + k };
         assert!(self.values.len() >= needed, "rows end before their last value");
     }
 }
 
+/// A weight that is made float32 on its way into a register; exact.
+pub(crate) trait Weight: Copy + Default {
+    /// The weight.
+    fn value(self) -> f32;
+    /// 16 weights at `p`.
+    ///
+    /// # Safety
+    /// AVX-512 F, and 16 weights at `p`.
+    #[cfg(target_arch = "x86_64")]
+    unsafe fn load16(p: *const Self) -> std::arch::x86_64::__m512;
+    /// 8 weights at `p`.
+    ///
+    /// # Safety
+    /// AVX2 and F16C, and 8 weights at `p`.
+    #[cfg(target_arch = "x86_64")]
+    unsafe fn load8(p: *const Self) -> std::arch::x86_64::__m256;
+}
+
+/// The bits of a bf16.
+#[repr(transparent)]
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Bf16(u16);
+
+/// The bits of an f16.
+#[repr(transparent)]
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct F16(u16);
+
+impl F16 {
+    /// Little-endian f16 numbers where they lie, if this machine has them like that.
+    pub fn all(bytes: &[u8]) -> Option<&[F16]> {
+        // SAFETY: every bit pattern is an `F16`; the prefix and suffix are checked to be empty.
+        let (before, values, after) = unsafe { bytes.align_to::<F16>() };
+        (cfg!(target_endian = "little") && before.is_empty() && after.is_empty()).then_some(values)
+    }
+}
+
+macro_rules! weight {
+    ($t:ty, |$v:ident| $value:expr, |$p:ident| $load16:expr, $load8:expr) => {
+        impl Weight for $t {
+            #[inline(always)]
+            fn value(self) -> f32 {
+                let $v = self;
+                $value
+            }
+            #[cfg(target_arch = "x86_64")]
+            #[inline(always)]
+            unsafe fn load16($p: *const Self) -> std::arch::x86_64::__m512 {
+                use std::arch::x86_64::*;
+                // SAFETY: the caller's.
+                unsafe { $load16 }
+            }
+            #[cfg(target_arch = "x86_64")]
+            #[inline(always)]
+            unsafe fn load8($p: *const Self) -> std::arch::x86_64::__m256 {
+                use std::arch::x86_64::*;
+                // SAFETY: the caller's.
+                unsafe { $load8 }
+            }
+        }
+    };
+}
+
+weight!(f32, |v| v, |p| _mm512_loadu_ps(p), _mm256_loadu_ps(p));
+weight!(
+    Bf16,
+    |v| f32::from_bits(u32::from(v.0) << 16),
+    |p| _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast())))),
+    _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast()))))
+);
+weight!(
+    F16,
+    |v| half::f16::from_bits(v.0).to_f32(),
+    |p| _mm512_cvtph_ps(_mm256_loadu_si256(p.cast())),
+    _mm256_cvtph_ps(_mm_loadu_si128(p.cast()))
+);
+
 /// `out[i * out_stride + j] = x_i . w_j`.
-pub(crate) fn dots(isa: Isa, x: RowsView<'_>, w: RowsView<'_>, k: usize, out: &mut [f32], out_stride: usize) {
+pub(crate) fn dots<W: Weight>(
+    isa: Isa,
+    x: RowsView<'_>,
+    w: RowsView<'_, W>,
+    k: usize,
+    out: &mut [f32],
+    out_stride: usize,
+) {
     x.check(k);
     w.check(k);
     if x.count == 0 || w.count == 0 {
@@ -52,7 +136,7 @@ pub(crate) fn dots(isa: Isa, x: RowsView<'_>, w: RowsView<'_>, k: usize, out: &m
     }
 }
 
-fn scalar(x: RowsView<'_>, w: RowsView<'_>, k: usize, out: &mut [f32], out_stride: usize) {
+fn scalar<W: Weight>(x: RowsView<'_>, w: RowsView<'_, W>, k: usize, out: &mut [f32], out_stride: usize) {
     for i in 0..x.count {
         let a = &x.values[i * x.stride..][..k];
         for j in 0..w.count {
@@ -62,11 +146,11 @@ fn scalar(x: RowsView<'_>, w: RowsView<'_>, k: usize, out: &mut [f32], out_strid
             let (b_parts, b_rest) = b.as_chunks::<LANES>();
             for (a, b) in a_parts.iter().zip(b_parts) {
                 for l in 0..LANES {
-                    lanes[l] += a[l] * b[l];
+                    lanes[l] += a[l] * b[l].value();
                 }
             }
             for (l, (a, b)) in a_rest.iter().zip(b_rest).enumerate() {
-                lanes[l] += a * b;
+                lanes[l] += a * b.value();
             }
             let mut half = LANES / 2;
             while half > 0 {
@@ -82,21 +166,21 @@ fn scalar(x: RowsView<'_>, w: RowsView<'_>, k: usize, out: &mut [f32], out_strid
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
-    use super::RowsView;
+    use super::{RowsView, Weight};
 
     /// The same blocking at both levels; `$m` rows of x by `$n` rows of w make the largest block.
     macro_rules! level {
         ($name:ident, $features:literal, $m:literal, $n:literal, $single:literal) => {
             pub mod $name {
-                use super::RowsView;
+                use super::{RowsView, Weight};
                 use std::arch::x86_64::*;
 
                 /// # Safety
                 /// The level's features, and `super::super::dots`'s bounds.
                 #[target_feature(enable = $features)]
-                pub unsafe fn dots(
+                pub unsafe fn dots<W: Weight>(
                     x: RowsView<'_>,
-                    w: RowsView<'_>,
+                    w: RowsView<'_, W>,
                     k: usize,
                     out: &mut [f32],
                     out_stride: usize,
@@ -107,11 +191,11 @@ mod x86 {
                         while i + $m <= x.count {
                             let mut j = 0;
                             while j + $n <= w.count {
-                                block::<$m, $n>(x, i, w, j, k, out, out_stride);
+                                block::<W, $m, $n>(x, i, w, j, k, out, out_stride);
                                 j += $n;
                             }
                             while j < w.count {
-                                block::<$m, 1>(x, i, w, j, k, out, out_stride);
+                                block::<W, $m, 1>(x, i, w, j, k, out, out_stride);
                                 j += 1;
                             }
                             i += $m;
@@ -119,11 +203,11 @@ mod x86 {
                         while i < x.count {
                             let mut j = 0;
                             while j + $single <= w.count {
-                                block::<1, $single>(x, i, w, j, k, out, out_stride);
+                                block::<W, 1, $single>(x, i, w, j, k, out, out_stride);
                                 j += $single;
                             }
                             while j < w.count {
-                                block::<1, 1>(x, i, w, j, k, out, out_stride);
+                                block::<W, 1, 1>(x, i, w, j, k, out, out_stride);
                                 j += 1;
                             }
                             i += 1;
@@ -133,10 +217,10 @@ mod x86 {
 
                 #[inline]
                 #[target_feature(enable = $features)]
-                unsafe fn block<const M: usize, const N: usize>(
+                unsafe fn block<W: Weight, const M: usize, const N: usize>(
                     x: RowsView<'_>,
                     i: usize,
-                    w: RowsView<'_>,
+                    w: RowsView<'_, W>,
                     j: usize,
                     k: usize,
                     out: &mut [f32],
@@ -147,7 +231,7 @@ mod x86 {
                     unsafe {
                         let a: [*const f32; M] =
                             std::array::from_fn(|r| x.values.as_ptr().add((i + r) * x.stride));
-                        let b: [*const f32; N] =
+                        let b: [*const W; N] =
                             std::array::from_fn(|r| w.values.as_ptr().add((j + r) * w.stride));
                         let mut acc = [[zero(); N]; M];
                         let whole = k - k % LANES;
@@ -155,7 +239,7 @@ mod x86 {
                         while e < whole {
                             let mut bv = [zero(); N];
                             for c in 0..N {
-                                bv[c] = load(b[c].add(e));
+                                bv[c] = weights(b[c].add(e));
                             }
                             for r in 0..M {
                                 let av = load(a[r].add(e));
@@ -166,18 +250,20 @@ mod x86 {
                             e += LANES;
                         }
                         if e < k {
+                            let mut bv = [zero(); N];
+                            for c in 0..N {
+                                let mut rest = [W::default(); LANES];
+                                std::ptr::copy_nonoverlapping(b[c].add(e), rest.as_mut_ptr(), k - e);
+                                bv[c] = weights(rest.as_ptr());
+                            }
                             for r in 0..M {
                                 let av = load_part(a[r].add(e), k - e);
                                 for c in 0..N {
-                                    acc[r][c] = fma(av, load_part(b[c].add(e), k - e), acc[r][c]);
+                                    acc[r][c] = fma(av, bv[c], acc[r][c]);
                                 }
                             }
                         }
-                        for r in 0..M {
-                            for c in 0..N {
-                                *out.get_unchecked_mut((i + r) * out_stride + j + c) = sum(acc[r][c]);
-                            }
-                        }
+                        put(&acc, out.as_mut_ptr().add(i * out_stride + j), out_stride);
                     }
                 }
 
@@ -196,6 +282,53 @@ mod x86 {
 
     macro_rules! vector_ops {
         (avx512, $features:literal) => {
+            /// Stores the sums of all lanes. Sixteen are folded together in a third of the operations that they
+            /// take one by one, along the tree of [`sum`].
+            #[inline]
+            #[target_feature(enable = $features)]
+            unsafe fn put<const M: usize, const N: usize>(
+                acc: &[[__m512; N]; M],
+                out: *mut f32,
+                stride: usize,
+            ) {
+                if M != 4 || N != 4 {
+                    for r in 0..M {
+                        for c in 0..N {
+                            // SAFETY: the caller has room for M rows of N outputs.
+                            unsafe { *out.add(r * stride + c) = sum(acc[r][c]) }
+                        }
+                    }
+                    return;
+                }
+                let mut quarters = [zero(); 4];
+                for c in 0..4 {
+                    let (a, b) = (halves(acc[0][c], acc[1][c]), halves(acc[2][c], acc[3][c]));
+                    let even = _mm512_shuffle_f32x4::<0x88>(a, b);
+                    quarters[c] = _mm512_add_ps(even, _mm512_shuffle_f32x4::<0xDD>(a, b));
+                }
+                let (a, b) = (pairs(quarters[0], quarters[1]), pairs(quarters[2], quarters[3]));
+                let even = _mm512_shuffle_ps::<0x88>(a, b);
+                let all = _mm512_add_ps(even, _mm512_shuffle_ps::<0xDD>(a, b));
+                // SAFETY: as above.
+                unsafe {
+                    _mm_storeu_ps(out, _mm512_castps512_ps128(all));
+                    _mm_storeu_ps(out.add(stride), _mm512_extractf32x4_ps::<1>(all));
+                    _mm_storeu_ps(out.add(2 * stride), _mm512_extractf32x4_ps::<2>(all));
+                    _mm_storeu_ps(out.add(3 * stride), _mm512_extractf32x4_ps::<3>(all));
+                }
+            }
+            /// Lanes l and l + 8 of a, then of b.
+            #[inline]
+            #[target_feature(enable = $features)]
+            fn halves(a: __m512, b: __m512) -> __m512 {
+                _mm512_add_ps(_mm512_shuffle_f32x4::<0x44>(a, b), _mm512_shuffle_f32x4::<0xEE>(a, b))
+            }
+            /// In each quarter lanes l and l + 2 of a, then of b.
+            #[inline]
+            #[target_feature(enable = $features)]
+            fn pairs(a: __m512, b: __m512) -> __m512 {
+                _mm512_add_ps(_mm512_shuffle_ps::<0x44>(a, b), _mm512_shuffle_ps::<0xEE>(a, b))
+            }
             const LANES: usize = 16;
             #[inline]
             #[target_feature(enable = $features)]
@@ -207,6 +340,12 @@ mod x86 {
             unsafe fn load(p: *const f32) -> __m512 {
                 // SAFETY: the caller has 16 values there.
                 unsafe { _mm512_loadu_ps(p) }
+            }
+            #[inline]
+            #[target_feature(enable = $features)]
+            unsafe fn weights<W: Weight>(p: *const W) -> __m512 {
+                // SAFETY: the caller has 16 weights there.
+                unsafe { W::load16(p) }
             }
             #[inline]
             #[target_feature(enable = $features)]
@@ -227,6 +366,20 @@ mod x86 {
             }
         };
         (avx2, $features:literal) => {
+            #[inline]
+            #[target_feature(enable = $features)]
+            unsafe fn put<const M: usize, const N: usize>(
+                acc: &[[__m256; N]; M],
+                out: *mut f32,
+                stride: usize,
+            ) {
+                for r in 0..M {
+                    for c in 0..N {
+                        // SAFETY: the caller has room for M rows of N outputs.
+                        unsafe { *out.add(r * stride + c) = sum(acc[r][c]) }
+                    }
+                }
+            }
             const LANES: usize = 8;
             #[inline]
             #[target_feature(enable = $features)]
@@ -238,6 +391,12 @@ mod x86 {
             unsafe fn load(p: *const f32) -> __m256 {
                 // SAFETY: the caller has 8 values there.
                 unsafe { _mm256_loadu_ps(p) }
+            }
+            #[inline]
+            #[target_feature(enable = $features)]
+            unsafe fn weights<W: Weight>(p: *const W) -> __m256 {
+                // SAFETY: the caller has 8 weights there.
+                unsafe { W::load8(p) }
             }
             #[inline]
             #[target_feature(enable = $features)]

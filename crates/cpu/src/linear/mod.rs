@@ -9,7 +9,7 @@ mod gated;
 
 use std::ops::Range;
 
-use lapidary_ops::Act;
+use lapidary_ops::{Act, Format};
 
 use crate::buffers::Buffer;
 use crate::int8::activations::QuantRows;
@@ -18,7 +18,7 @@ use crate::math;
 use crate::matrix::{Matrix, Part, Weights};
 use crate::memory::Grow;
 use crate::ops::{CpuOps, Scope};
-use f32::{RowsView, dots};
+use f32::{Bf16, F16, RowsView, dots};
 
 /// Weight rows of a tile.
 pub(crate) const TILE: usize = 16;
@@ -26,6 +26,8 @@ pub(crate) const TILE: usize = 16;
 pub(crate) const X_BLOCK: usize = 64;
 /// Claims that each worker makes of one matrix, about: few enough to be cheap, many enough to even out.
 const CLAIMS_PER_WORKER: usize = 12;
+/// Rows of x up to which half-width weights are multiplied without being decoded to memory first.
+const ROWS_IN_PLACE: usize = 16;
 /// Bytes of x that stay in a core's cache while a claim's tiles pass by.
 const X_BYTES: usize = 256 << 10;
 
@@ -135,16 +137,33 @@ pub(crate) fn tile_values(
         return tiles.product(first / TILE, blocks, out);
     }
     let k = weights.cols();
-    let stride = k.next_multiple_of(16);
-    let w = match weights.floats(first, rows) {
-        Some(values) => RowsView { values, stride: k, count: rows },
-        None => {
-            let decoded = decoded.get(TILE * stride);
-            for (r, out) in decoded.chunks_mut(stride).take(rows).enumerate() {
-                weights.decode_row(first + r, &mut out[..k]);
-            }
-            RowsView { values: decoded, stride, count: rows }
-        }
+    // SAFETY: every bit pattern is a number of each type, as the formats define them.
+    let (floats, bf16s, f16s) = unsafe {
+        (
+            weights.in_place::<f32>(Format::F32, first, rows),
+            weights.in_place::<Bf16>(Format::Bf16, first, rows),
+            weights.in_place::<F16>(Format::F16, first, rows),
+        )
     };
-    dots(isa, x.floats, w, k, out, TILE);
+    // With many rows of x, decoding once costs less than loading through a conversion every time.
+    let few = x.floats.count <= ROWS_IN_PLACE;
+    match (floats, bf16s, f16s) {
+        (Some(values), _, _) => {
+            dots(isa, x.floats, RowsView { values, stride: k, count: rows }, k, out, TILE)
+        }
+        (_, Some(values), _) if few => {
+            dots(isa, x.floats, RowsView { values, stride: k, count: rows }, k, out, TILE);
+        }
+        (_, _, Some(values)) if few => {
+            dots(isa, x.floats, RowsView { values, stride: k, count: rows }, k, out, TILE);
+        }
+        _ => {
+            let stride = k.next_multiple_of(16);
+            let values = decoded.get(TILE * stride);
+            for (r, out) in values.chunks_mut(stride).take(rows).enumerate() {
+                weights.decode_row(isa, first + r, &mut out[..k]);
+            }
+            dots(isa, x.floats, RowsView { values, stride, count: rows }, k, out, TILE);
+        }
+    }
 }

@@ -217,8 +217,7 @@ impl Plan<'_> {
             let layer = |n: u32| config.layers.get(n as usize);
             let unused = match role {
                 Role::Head => true,
-                Role::Layer(n, KProj | KNorm) => layer(n).is_some_and(|l| l.donor.is_some()),
-                Role::Layer(n, VProj) => layer(n).is_some_and(|l| l.donor.is_some() || l.values_are_keys),
+                Role::Layer(n, KProj | VProj | KNorm) => layer(n).is_some_and(|l| l.donor.is_some()),
                 Role::Layer(n, KScale | VScale) => layer(n).is_some(),
                 Role::Layer(n, ExpertsGateUp | ExpertsGate | ExpertsUp | ExpertsDown | Expert { .. })
                     if config.moe.is_some() && layer(n).is_some() =>
