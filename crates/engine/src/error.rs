@@ -50,6 +50,20 @@ pub enum Error {
     Zero { what: &'static str },
     #[error("{what} of {found} exceeds the limit of {limit}")]
     TooLarge { what: &'static str, found: usize, limit: usize },
+    #[error("the queue holds {limit} requests already; try again later")]
+    QueueFull { limit: usize },
+    #[error("the prompt has {tokens} tokens, the context holds {context}")]
+    PromptTooLong { tokens: usize, context: usize },
+    #[error("the {group:?} group has no page left: {needed} are needed, {free} are free")]
+    OutOfPages { group: lapidary_ops::Group, needed: usize, free: usize },
+    #[error("the {group:?} group has {pages} pages, one sequence of the whole context needs {needed}")]
+    PoolTooSmall { group: lapidary_ops::Group, pages: usize, needed: usize },
+    #[error("position {position} is on a page that others hold too; go back to the page's start")]
+    SharedPage { position: usize },
+    #[error("page {page} of the {group:?} group is held by nobody")]
+    FreePage { group: lapidary_ops::Group, page: u32 },
+    #[error("plan {found} was applied, but {expected} is in flight (0: none)")]
+    StalePlan { expected: u64, found: u64 },
     #[error(transparent)]
     Sampling(#[from] crate::sampling::SamplingError),
     #[error(transparent)]

@@ -1,7 +1,8 @@
 //! Steps, slots, sampling and requests over one device.
 //!
 //! A [`Runner`] owns a model on a backend; a [`Stepper`] adds sequences: the one that most callers use and,
-//! on demand, slots beside it. [`sampling`] turns logits into tokens. [`generate`] answers one request.
+//! on demand, slots beside it. [`sampling`] turns logits into tokens. [`generate`] answers one request;
+//! [`scheduler`] shares batches and [`pages`] among many.
 //!
 //! Deliberately absent: text (ids in, ids out), HTTP, files.
 
@@ -9,9 +10,11 @@ mod debug;
 mod error;
 pub mod generate;
 mod lane;
+pub mod pages;
 mod prompt;
 mod runner;
 pub mod sampling;
+pub mod scheduler;
 mod slots;
 mod stepper;
 

@@ -1,8 +1,10 @@
 //! Tokens and soft tokens of one sequence, checked before anything runs.
 
+use std::borrow::Cow;
 use std::ops::Range;
 
 use lapidary_model::{Config, VisionBlocks};
+use lapidary_ops::{Batch, GROUPS};
 
 use crate::error::{Error, Result};
 
@@ -41,28 +43,34 @@ impl From<&[u32]> for Prompt {
     }
 }
 
-/// A prompt that was checked against a model, row by row.
+/// A prompt that was checked against a model, row by row. A stepper borrows the prompt for one call, a
+/// scheduler keeps it.
 #[derive(Debug)]
 pub(crate) struct Checked<'a> {
+    /// Holds the embeddings of soft rows.
+    prompt: Cow<'a, Prompt>,
     /// Id to look up in both tables.
-    pub lookup: Vec<i32>,
-    /// The row's own embedding, when soft.
-    pub soft: Vec<Option<&'a [f32]>>,
+    lookup: Vec<i32>,
+    /// Which span holds the row's own embedding, when soft, and the first of its values there.
+    soft: Vec<Option<(usize, usize)>>,
+    /// Values of an embedding.
+    hidden: usize,
     /// One past the last row of the row's vision block, or past the row itself.
-    pub block_end: Vec<usize>,
+    block_end: Vec<usize>,
     /// Which groups see a vision block whole.
-    pub whole_blocks: [bool; 2],
+    whole_blocks: [bool; GROUPS],
 }
 
 impl<'a> Checked<'a> {
-    pub fn new(config: &Config, prompt: &'a Prompt) -> Result<Checked<'a>> {
+    pub fn new(config: &Config, prompt: impl Into<Cow<'a, Prompt>>) -> Result<Checked<'a>> {
+        let prompt = prompt.into();
         let len = prompt.tokens.len();
         if len == 0 {
             return Err(Error::EmptyPrompt);
         }
-        let mut soft: Vec<Option<&[f32]>> = vec![None; len];
+        let mut soft: Vec<Option<(usize, usize)>> = vec![None; len];
         let mut vision = vec![false; len];
-        for span in &prompt.soft {
+        for (s, span) in prompt.soft.iter().enumerate() {
             let rows = span.values.len() / config.hidden;
             if !span.values.len().is_multiple_of(config.hidden) || rows == 0 {
                 let expected = rows.max(1) * config.hidden;
@@ -77,7 +85,7 @@ impl<'a> Checked<'a> {
                 if values.iter().any(|v| !v.is_finite()) {
                     return Err(Error::SoftNotFinite { index: row });
                 }
-                if soft[row].replace(values).is_some() {
+                if soft[row].replace((s, i * config.hidden)).is_some() {
                     return Err(Error::SoftRange { start: span.start, len });
                 }
                 vision[row] = span.kind == SoftKind::Vision;
@@ -103,19 +111,39 @@ impl<'a> Checked<'a> {
             VisionBlocks::Sliding => [true, false],
             VisionBlocks::Both => [true, true],
         };
-        Ok(Checked { lookup, soft, block_end, whole_blocks })
+        Ok(Checked { prompt, lookup, soft, hidden: config.hidden, block_end, whole_blocks })
+    }
+
+    /// Rows.
+    pub fn len(&self) -> usize {
+        self.lookup.len()
+    }
+
+    /// Appends the columns of `rows` to a batch, the first of them at `position`; the caller adds span, pages
+    /// and heads.
+    pub fn push(&self, batch: &mut Batch, rows: Range<usize>, position: usize) {
+        for row in rows.clone() {
+            let position = position + row - rows.start;
+            for (group, whole) in self.whole_blocks.iter().enumerate() {
+                let end = if *whole { self.block_end[row] } else { row + 1 };
+                batch.visible_to[group].push((position + end - row) as i32);
+            }
+            if let Some((span, first)) = self.soft[row] {
+                batch.soft_rows.push(batch.tokens.len() as i32);
+                batch.soft_values.extend(&self.prompt.soft[span].values[first..first + self.hidden]);
+            }
+            batch.tokens.push(self.lookup[row]);
+            batch.per_layer_tokens.push(self.lookup[row]);
+            batch.positions.push(position as i32);
+        }
     }
 
     /// Cuts the prompt into runs of at most `limit` rows that split no vision block.
     pub fn chunks(&self, limit: usize) -> Result<Vec<Range<usize>>> {
-        let len = self.lookup.len();
         let mut chunks = Vec::new();
         let mut start = 0;
-        while start < len {
-            let mut end = start;
-            while end < len && self.unit_end(end) - start <= limit {
-                end = self.unit_end(end);
-            }
+        while start < self.len() {
+            let end = self.chunk_end(start, limit);
             if end == start {
                 return Err(Error::VisionBlock { rows: self.unit_end(start) - start, limit });
             }
@@ -125,9 +153,52 @@ impl<'a> Checked<'a> {
         Ok(chunks)
     }
 
-    fn unit_end(&self, row: usize) -> usize {
+    /// The end of the longest run of at most `limit` rows from `start`, itself the start of a run, that splits
+    /// no vision block; `start` when the first block alone is longer.
+    pub fn chunk_end(&self, start: usize, limit: usize) -> usize {
+        let mut end = self.len().min(start.saturating_add(limit));
+        while end > start && self.unit_end(end - 1) > end {
+            end -= 1;
+        }
+        end
+    }
+
+    /// Rows of the longest vision block that must not be split, or 1.
+    pub fn longest_unit(&self) -> usize {
+        let mut longest = 1;
+        let mut start = 0;
+        while start < self.len() {
+            longest = longest.max(self.unit_end(start) - start);
+            start = self.unit_end(start);
+        }
+        longest
+    }
+
+    /// One past the last row that must run in one batch with `row`.
+    pub fn unit_end(&self, row: usize) -> usize {
         if self.whole_blocks.contains(&true) { self.block_end[row] } else { row + 1 }
     }
+}
+
+impl<'a> From<&'a Prompt> for Cow<'a, Prompt> {
+    fn from(prompt: &'a Prompt) -> Cow<'a, Prompt> {
+        Cow::Borrowed(prompt)
+    }
+}
+
+impl From<Prompt> for Cow<'_, Prompt> {
+    fn from(prompt: Prompt) -> Self {
+        Cow::Owned(prompt)
+    }
+}
+
+/// Appends the columns of one text token to a batch.
+pub(crate) fn push_token(batch: &mut Batch, config: &Config, token: u32, position: usize) {
+    let id = config.lookup_id(token) as i32;
+    batch.tokens.push(id);
+    batch.per_layer_tokens.push(id);
+    batch.positions.push(position as i32);
+    batch.visible_to.iter_mut().for_each(|v| v.push(position as i32 + 1));
 }
 
 /// A token that the tables have a row for.

@@ -57,8 +57,11 @@ impl Runner {
         self.backend.report()
     }
 
-    /// Resizes the pools to `pages`; pages that both sizes have keep their contents.
-    pub(crate) fn resize(&mut self, pages: [usize; GROUPS]) -> Result<()> {
+    /// Resizes the pools to `pages` by group, page 0 included; pages that both sizes have keep their contents.
+    ///
+    /// # Errors
+    /// `TooLarge`; the backend cannot hold the pools, and then they are what they were.
+    pub fn resize(&mut self, pages: [usize; GROUPS]) -> Result<()> {
         let mut plan = self.plan.clone();
         for (group, pages) in plan.groups.iter_mut().zip(pages) {
             group.pages = pages;

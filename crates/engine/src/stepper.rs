@@ -11,7 +11,7 @@ use lapidary_ops::{Batch, BatchShape, Outcome, RowSpan, TailRows, TapPoint, TapS
 
 use crate::error::{Error, Result};
 use crate::lane::Lane;
-use crate::prompt::{Checked, Prompt, check_token};
+use crate::prompt::{Checked, Prompt, check_token, push_token};
 use crate::runner::Runner;
 
 /// Which of a prompt's rows get logits.
@@ -200,7 +200,7 @@ impl Stepper {
     ) -> Result<()> {
         let checked = Checked::new(&self.model().config, prompt)?;
         let limits = self.model().limits;
-        self.single.room(checked.lookup.len())?;
+        self.single.room(checked.len())?;
         let chunks = checked.chunks(limits.rows.min(limits.head_rows))?;
         self.or_restore(Seq::Single, |s| {
             let mut values = Vec::new();
@@ -278,12 +278,8 @@ impl Stepper {
         self.batch.clear();
         for (row, (&token, &slot)) in tokens.iter().zip(slots).enumerate() {
             let lane = &self.slots[slot];
-            let id = self.runner.model().config.lookup_id(token) as i32;
             let b = &mut self.batch;
-            b.tokens.push(id);
-            b.per_layer_tokens.push(id);
-            b.positions.push(lane.cursor() as i32);
-            b.visible_to.iter_mut().for_each(|v| v.push(lane.cursor() as i32 + 1));
+            push_token(b, &self.runner.model().config, token, lane.cursor());
             let tables = lane.tables(b, 1);
             b.spans.push(RowSpan { first_row: row, rows: 1, tables });
             b.heads.push(row as i32);
@@ -337,7 +333,7 @@ impl Stepper {
     ) -> Result<()> {
         let checked = Checked::new(&self.model().config, prompt)?;
         let limits = self.model().limits;
-        let len = checked.lookup.len();
+        let len = checked.len();
         self.lane(seq).room(len)?;
         let limit = match heads {
             Heads::All => limits.rows.min(limits.head_rows),
@@ -388,20 +384,7 @@ impl Stepper {
         let rows = chunk.len();
         let mut b = std::mem::take(&mut self.batch);
         b.clear();
-        for row in chunk.clone() {
-            let position = first + row - chunk.start;
-            b.tokens.push(checked.lookup[row]);
-            b.per_layer_tokens.push(checked.lookup[row]);
-            b.positions.push(position as i32);
-            for (group, whole) in checked.whole_blocks.iter().enumerate() {
-                let end = if *whole { checked.block_end[row] } else { row + 1 };
-                b.visible_to[group].push((position + end - row) as i32);
-            }
-            if let Some(values) = checked.soft[row] {
-                b.soft_rows.push((row - chunk.start) as i32);
-                b.soft_values.extend_from_slice(values);
-            }
-        }
+        checked.push(&mut b, chunk.clone(), first);
         let tables = self.lane(seq).tables(&mut b, rows);
         b.spans.push(RowSpan { first_row: 0, rows, tables });
         b.heads.extend(heads.clone().map(|row| (row - chunk.start) as i32));

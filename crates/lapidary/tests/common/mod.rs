@@ -57,6 +57,10 @@ pub fn config(checkpoint: &Checkpoint) -> Config {
 }
 
 pub fn stepper(folder: &Path, on: On, setup: Setup) -> Stepper {
+    Stepper::new(runner(folder, on, setup), setup.context)
+}
+
+pub fn runner(folder: &Path, on: On, setup: Setup) -> Runner {
     let checkpoint = Checkpoint::open(folder).expect("checkpoint opens");
     let mut backend = on.backend();
     let limits = Limits { rows: setup.rows, head_rows: setup.head_rows };
@@ -64,6 +68,5 @@ pub fn stepper(folder: &Path, on: On, setup: Setup) -> Stepper {
     let config = config(&checkpoint);
     let model =
         Model::build(config, &checkpoint, backend.as_mut(), &options, &mut |_| {}).expect("model builds");
-    let runner = Runner::new(model, backend, [setup.kv; 2], setup.context).expect("pools fit");
-    Stepper::new(runner, setup.context)
+    Runner::new(model, backend, [setup.kv; 2], setup.context).expect("pools fit")
 }

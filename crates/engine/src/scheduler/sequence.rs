@@ -1,0 +1,152 @@
+//! One request as rows: those of its prompt, then its answer's tokens.
+
+use std::time::Duration;
+
+use lapidary_model::Config;
+use lapidary_ops::Batch;
+
+use super::RequestId;
+use crate::generate::FinishReason;
+use crate::pages::SequencePages;
+use crate::prompt::{Checked, push_token};
+
+/// Place in the order of requests; lower goes first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Rank {
+    /// When it counts as submitted, in nanoseconds.
+    since: i128,
+    id: RequestId,
+}
+
+impl Rank {
+    pub fn new(id: RequestId, priority: i8, now: Duration, worth: Duration) -> Rank {
+        let since = now.as_nanos() as i128 - i128::from(priority) * worth.as_nanos() as i128;
+        Rank { since, id }
+    }
+}
+
+/// A request that has not ended.
+#[derive(Debug)]
+pub(super) struct Sequence {
+    pub id: RequestId,
+    pub pages: SequencePages,
+    /// When its last token was given.
+    pub last_token_at: Duration,
+    /// The last step that had rows of it.
+    pub last_step: u64,
+    prompt: Checked<'static>,
+    answer: Vec<u32>,
+    /// Rows with keys and values.
+    cursor: usize,
+    /// Rows that had them before a pre-emption.
+    was: usize,
+    max_tokens: usize,
+    stop_ids: Vec<u32>,
+}
+
+impl Sequence {
+    pub fn new(
+        id: RequestId,
+        prompt: Checked<'static>,
+        max_tokens: usize,
+        stop_ids: Vec<u32>,
+        now: Duration,
+    ) -> Sequence {
+        Sequence {
+            id,
+            pages: SequencePages::default(),
+            last_token_at: now,
+            last_step: 0,
+            prompt,
+            answer: Vec::new(),
+            cursor: 0,
+            was: 0,
+            max_tokens,
+            stop_ids,
+        }
+    }
+
+    /// The next position.
+    pub fn cursor(&self) -> usize {
+        self.cursor
+    }
+
+    /// Rows known so far.
+    pub fn known(&self) -> usize {
+        self.prompt.len() + self.answer.len()
+    }
+
+    /// Rows that are known and have no keys and values; at least one.
+    pub fn pending(&self) -> usize {
+        self.known() - self.cursor
+    }
+
+    /// Rows that it can come to.
+    pub fn most(&self, context: usize) -> usize {
+        context.min(self.prompt.len().saturating_add(self.max_tokens))
+    }
+
+    /// Whether it has answered, and only waits for its next token.
+    pub fn is_stream(&self) -> bool {
+        !self.answer.is_empty() && self.pending() == 1
+    }
+
+    /// Most rows from `from` on, at most `limit`, that split no vision block.
+    pub fn fit(&self, from: usize, limit: usize) -> usize {
+        let text = self.known().min(from.saturating_add(limit));
+        match self.prompt.chunk_end(from, limit) {
+            // The prompt's rest fits, and what comes behind it can be cut anywhere.
+            end if end >= self.prompt.len() => text - from,
+            end => end - from,
+        }
+    }
+
+    /// Rows from the cursor that must run together.
+    pub fn unit(&self) -> usize {
+        match self.cursor < self.prompt.len() {
+            true => self.prompt.unit_end(self.cursor) - self.cursor,
+            false => 1,
+        }
+    }
+
+    /// Appends the columns of `rows` rows from the cursor.
+    pub fn push_rows(&self, config: &Config, batch: &mut Batch, rows: usize) {
+        let (end, len) = (self.cursor + rows, self.prompt.len());
+        if self.cursor < len {
+            self.prompt.push(batch, self.cursor..end.min(len), self.cursor);
+        }
+        for position in self.cursor.max(len)..end {
+            push_token(batch, config, self.answer[position - len], position);
+        }
+    }
+
+    /// How many of the next `rows` rows have run before.
+    pub fn recomputed(&self, rows: usize) -> usize {
+        self.was.saturating_sub(self.cursor).min(rows)
+    }
+
+    /// Rows before `cursor` have keys and values.
+    pub fn advance(&mut self, cursor: usize) {
+        self.cursor = cursor;
+    }
+
+    /// Adds a token to the answer, unless it is one that ends it.
+    pub fn answer(&mut self, token: u32, now: Duration, context: usize) -> Option<FinishReason> {
+        if self.stop_ids.contains(&token) {
+            return Some(FinishReason::Stop(token));
+        }
+        self.answer.push(token);
+        self.last_token_at = now;
+        if self.answer.len() >= self.max_tokens {
+            return Some(FinishReason::Length);
+        }
+        (self.known() > context).then_some(FinishReason::ContextFull)
+    }
+
+    /// Goes back to the start and hands over its pages.
+    pub fn start_over(&mut self) -> SequencePages {
+        self.was = self.was.max(self.cursor);
+        self.cursor = 0;
+        std::mem::take(&mut self.pages)
+    }
+}
