@@ -221,7 +221,12 @@ impl Builder<'_> {
     }
 
     fn grouped_mat(&mut self, parts: &[TensorView<'_>], group_rows: usize) -> Result<Mat> {
+        let mapped = self.backend.memory().mapped;
         let mat = self.backend.pack(parts, group_rows)?;
+        // What the backend copied needs no second place in memory; what it reads in place does.
+        if self.backend.memory().mapped == mapped {
+            parts.iter().for_each(|part| self.checkpoint.release(part));
+        }
         self.packed(parts);
         Ok(mat)
     }

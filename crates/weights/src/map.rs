@@ -13,8 +13,9 @@ pub type FileMap = Arc<dyn AsRef<[u8]> + Send + Sync>;
 
 /// What the readers of both kinds of file hold.
 #[derive(Clone)]
-pub(crate) struct Mapped {
-    map: FileMap,
+pub(crate) enum Mapped {
+    File(Arc<Mmap>),
+    Static(&'static [u8]),
 }
 
 impl Mapped {
@@ -32,17 +33,42 @@ impl Mapped {
         // of the `Arc`. Another process that shortens the file meanwhile can still fault us; model files are written
         // once, and copying 60 GB to exclude that is no trade a user would make.
         let map = unsafe { Mmap::map(&file) }?;
-        Ok(Mapped { map: Arc::new(map) })
+        Ok(Mapped::File(Arc::new(map)))
     }
 
     /// Bytes that are part of the program.
     pub fn from_static(bytes: &'static [u8]) -> Mapped {
-        Mapped { map: Arc::new(bytes) }
+        Mapped::Static(bytes)
     }
 
     /// The map, to be held by others too.
     pub fn share(&self) -> FileMap {
-        self.map.clone()
+        match self {
+            Mapped::File(map) => map.clone(),
+            Mapped::Static(bytes) => Arc::new(*bytes),
+        }
+    }
+
+    /// Lets the system take back the memory of `bytes` if they lie in this map: whoever reads them again finds them as
+    /// before, from the file. Says whether they lie here.
+    pub fn release(&self, bytes: &[u8]) -> bool {
+        let Some(offset) = (bytes.as_ptr() as usize).checked_sub(self.as_ptr() as usize) else {
+            return false;
+        };
+        if offset + bytes.len() > self.len() {
+            return false;
+        }
+        #[cfg(unix)]
+        if let Mapped::File(map) = self {
+            // SAFETY: the map is a read-only, shared one of a file, so dropped pages are read from the file again on
+            // the next access and no view ever sees other bytes.
+            let advised = unsafe {
+                map.unchecked_advise_range(memmap2::UncheckedAdvice::DontNeed, offset, bytes.len())
+            };
+            // It is advice: a system that does not take it keeps the pages a while longer.
+            drop(advised);
+        }
+        true
     }
 }
 
@@ -50,12 +76,36 @@ impl Deref for Mapped {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        (*self.map).as_ref()
+        match self {
+            Mapped::File(map) => map,
+            Mapped::Static(bytes) => bytes,
+        }
     }
 }
 
 impl fmt::Debug for Mapped {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} bytes", self.len())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn released_bytes_read_as_before_and_foreign_ones_are_told_apart() {
+        let file = tempfile::NamedTempFile::new().expect("a temporary file");
+        let bytes: Vec<u8> = (0..40_001u32).map(|i| (i * i >> 3) as u8).collect();
+        std::fs::write(file.path(), &bytes).expect("it is written");
+        let map = Mapped::open(file.path()).expect("it opens");
+        // Neither end on a page border.
+        assert!(map.release(&map[4_099..33_333]));
+        assert!(map.release(&map[..]));
+        assert_eq!(&map[..], &bytes[..]);
+        assert!(!map.release(&bytes));
+        let of_the_program = Mapped::from_static(b"abc");
+        assert!(of_the_program.release(&of_the_program[1..]));
+        assert_eq!(&of_the_program[..], b"abc");
     }
 }

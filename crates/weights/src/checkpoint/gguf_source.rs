@@ -183,6 +183,10 @@ impl Source for GgufSource {
         self.file.maps().collect()
     }
 
+    fn release(&self, bytes: &[u8]) {
+        self.file.release(bytes);
+    }
+
     fn total_bytes(&self) -> u64 {
         self.file.file_bytes()
     }

@@ -170,6 +170,12 @@ impl Checkpoint {
         self.source.maps()
     }
 
+    /// Lets the system take back the memory of a view's codes once they were copied elsewhere. The view stays valid: who
+    /// reads it again waits for the file.
+    pub fn release(&self, view: &TensorView<'_>) {
+        self.source.release(view.bytes);
+    }
+
     /// The length of those files.
     pub fn total_bytes(&self) -> u64 {
         self.source.total_bytes()

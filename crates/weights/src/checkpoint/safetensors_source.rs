@@ -135,6 +135,10 @@ impl Source for SafetensorsSource {
         self.shards.files().iter().map(|f| f.map()).collect()
     }
 
+    fn release(&self, bytes: &[u8]) {
+        self.shards.files().iter().any(|f| f.release(bytes));
+    }
+
     fn total_bytes(&self) -> u64 {
         self.shards.files().iter().map(|f| f.len()).sum()
     }

@@ -13,6 +13,8 @@ pub(super) trait Source: std::fmt::Debug + Send + Sync {
     fn kind(&self) -> Kind;
     fn files(&self) -> Vec<&Path>;
     fn maps(&self) -> Vec<FileMap>;
+    /// Lets the system take back the memory of bytes that a view of this source points to.
+    fn release(&self, bytes: &[u8]);
     fn total_bytes(&self) -> u64;
     fn ignored(&self) -> Ignored;
     /// In the order of [`Role`], so that experts of a layer are neighbours.

@@ -100,6 +100,11 @@ impl File {
         self.shards.iter().map(|shard| shard.map.share())
     }
 
+    /// Lets the system take back the memory of bytes that a view of this file points to; they stay readable.
+    pub fn release(&self, bytes: &[u8]) {
+        self.shards.iter().any(|shard| shard.map.release(bytes));
+    }
+
     /// The file that holds a tensor.
     pub fn path_of(&self, name: &str) -> Option<&Path> {
         self.index.get(name).map(|&(s, _)| self.shards[s].path.as_path())

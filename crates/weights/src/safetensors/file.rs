@@ -43,6 +43,12 @@ impl File {
         self.map.share()
     }
 
+    /// Lets the system take back the memory of bytes that a view of this file points to; they stay readable. Says whether
+    /// they lie in this file.
+    pub fn release(&self, bytes: &[u8]) -> bool {
+        self.map.release(bytes)
+    }
+
     /// Whether the file holds no tensor.
     pub fn is_empty(&self) -> bool {
         self.header.entries.is_empty()
