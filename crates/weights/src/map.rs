@@ -96,7 +96,7 @@ mod tests {
     #[test]
     fn released_bytes_read_as_before_and_foreign_ones_are_told_apart() {
         let file = tempfile::NamedTempFile::new().expect("a temporary file");
-        let bytes: Vec<u8> = (0..40_001u32).map(|i| (i * i >> 3) as u8).collect();
+        let bytes: Vec<u8> = (0..40_001u32).map(|i| ((i * i) >> 3) as u8).collect();
         std::fs::write(file.path(), &bytes).expect("it is written");
         let map = Mapped::open(file.path()).expect("it opens");
         // Neither end on a page border.
