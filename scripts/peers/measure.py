@@ -11,12 +11,9 @@ OUTPUT.md, a table, and OUTPUT.json, everything. docs/performance.md says what e
 import argparse
 import datetime
 import json
-import os
 import statistics
 import subprocess
 import sys
-import tempfile
-import time
 from pathlib import Path
 
 import environment
@@ -76,19 +73,10 @@ class Lapidary:
         """Seconds from the start of the process to its first output, and the most memory that it had."""
         command = [self.o.lapidary, "run", "-m", model, "-t", str(threads), "--ctx", "1024", "--raw", "--greedy"]
         command += ["-n", "1", TEXT]
-        # A file takes what it says meanwhile, so that it never waits for a reader.
-        with tempfile.TemporaryFile() as said:
-            begin = time.perf_counter()
-            child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said)
-            child.stdout.read(1)
-            seconds = time.perf_counter() - begin
-            child.stdout.read()
-            _, status, used = os.wait4(child.pid, 0)
-            child.returncode = os.waitstatus_to_exitcode(status)
-            if child.returncode:
-                said.seek(0)
-                raise RuntimeError(f"{' '.join(command)}\n{said.read().decode().strip()}")
-        return seconds, used.ru_maxrss / 1024
+        start = HERE / "start.py"
+        found = subprocess.run([sys.executable, start, *command], check=True, capture_output=True, text=True)
+        found = json.loads(found.stdout)
+        return found["seconds"], found["peak_mib"]
 
 
 class LlamaCpp:
