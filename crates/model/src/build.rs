@@ -109,11 +109,11 @@ impl Model {
             }
         };
         let inv_freq = b.inv_freq()?;
-        let per_layer = b.per_layer(&acts)?;
+        let per_layer = b.per_layer()?;
         let refs = kv_refs(&config);
         let mut layers = Vec::with_capacity(config.layers.len());
         for (index, &kv) in refs.iter().enumerate() {
-            layers.push(b.layer(index, kv, &acts, per_layer.is_some())?);
+            layers.push(b.layer(index, kv, &acts)?);
         }
         let final_norm = b.norm(Role::FinalNorm, config.hidden)?;
         let registry = b.registry;
@@ -294,13 +294,12 @@ impl Builder<'_> {
         Ok(gains)
     }
 
-    fn per_layer(&mut self, acts: &Acts) -> Result<Option<PerLayer>> {
+    fn per_layer(&mut self) -> Result<Option<PerLayer>> {
         let Some(p) = self.config.per_layer else { return Ok(None) };
         let (hidden, layers) = (self.config.hidden, self.config.layers.len());
         let width = layers * p.width;
         let projection = self.checkpoint.expect(Role::PerLayerModelProj, width, hidden)?;
         let table = self.checkpoint.expect(Role::PerLayerTable, p.vocab, width)?;
-        let _ = acts;
         Ok(Some(PerLayer {
             projection: self.mat(&[projection])?,
             spec: PerLayerSpec {
@@ -319,13 +318,7 @@ impl Builder<'_> {
         }))
     }
 
-    fn layer(
-        &mut self,
-        index: usize,
-        kv: lapidary_ops::KvRef,
-        acts: &Acts,
-        per_layer: bool,
-    ) -> Result<Layer> {
+    fn layer(&mut self, index: usize, kv: lapidary_ops::KvRef, acts: &Acts) -> Result<Layer> {
         let hidden = self.config.hidden;
         let at = |role| Role::Layer(index as u32, role);
         let attn = self.attention(index, kv, acts)?;
@@ -335,7 +328,7 @@ impl Builder<'_> {
             Some(_) => Mlp::Moe(self.moe(index, dense)?),
         };
         let branch = match self.config.per_layer {
-            Some(p) if per_layer => {
+            Some(p) => {
                 let gate = self.checkpoint.expect(at(LayerRole::PerLayerGate), p.width, hidden)?;
                 let projection = self.checkpoint.expect(at(LayerRole::PerLayerProj), hidden, p.width)?;
                 Some(PerLayerBranch {
@@ -345,7 +338,7 @@ impl Builder<'_> {
                     activation: self.config.activation,
                 })
             }
-            _ => None,
+            None => None,
         };
         let scalar = match self.config.layer_scalar {
             true => Some(self.checkpoint.expect_vector(at(LayerRole::LayerScalar), 1)?[0]),
