@@ -247,12 +247,7 @@ impl Backend for CpuBackend {
         Ok(())
     }
 
-    fn visit_rows(
-        &mut self,
-        act: Act,
-        rows: &[usize],
-        visit: &mut dyn FnMut(usize, &[f32]),
-    ) -> Result<()> {
+    fn visit_rows(&mut self, act: Act, rows: &[usize], visit: &mut dyn FnMut(usize, &[f32])) -> Result<()> {
         let buffer = self.readable(act, rows.iter().max().map_or(0, |last| last + 1))?;
         for (i, &row) in rows.iter().enumerate() {
             // SAFETY: no pass runs while the backend is borrowed here.

@@ -160,12 +160,7 @@ impl Active {
         })?
     }
 
-    fn sample(
-        &mut self,
-        logits: Option<&[f32]>,
-        best: u32,
-        position: usize,
-    ) -> Result<Sampled, FailureKind> {
+    fn sample(&mut self, logits: Option<&[f32]>, best: u32, position: usize) -> Result<Sampled, FailureKind> {
         let failed = |error: SamplingError| match error {
             SamplingError::NonFiniteLogit { .. } => FailureKind::NonFinite { position: position - 1 },
             other => FailureKind::Guide(other.to_string()),

@@ -137,7 +137,9 @@ impl Engine {
             Error::Backend(lapidary_ops::Error::Device(format!("starting the engine's thread: {e}")))
         })?;
         let thread_id = thread.thread().id();
-        Ok(Engine { inner: Arc::new(Inner { shared, commands, thread: Mutex::new(Some(thread)), thread_id }) })
+        Ok(Engine {
+            inner: Arc::new(Inner { shared, commands, thread: Mutex::new(Some(thread)), thread_id }),
+        })
     }
 
     /// Hands a request over.

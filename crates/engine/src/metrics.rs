@@ -24,9 +24,8 @@ pub const LONG_BOUNDS: &[f64] = &[
 ];
 
 /// Bounds for the time between two tokens, in seconds.
-pub const SHORT_BOUNDS: &[f64] = &[
-    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5,
-];
+pub const SHORT_BOUNDS: &[f64] =
+    &[0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5];
 
 impl Histogram {
     /// Nothing observed.

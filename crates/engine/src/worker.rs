@@ -223,7 +223,8 @@ impl Worker {
     fn answer(&mut self, plan: &Plan, outcome: &Outcome) {
         let produced = self.choose(plan, outcome);
         let now = self.now();
-        let events = self.scheduler.apply(plan, &produced, now).expect("a token for each head row of this plan");
+        let events =
+            self.scheduler.apply(plan, &produced, now).expect("a token for each head row of this plan");
         self.report_progress(plan);
         let now = Instant::now();
         for event in events {

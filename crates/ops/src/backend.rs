@@ -153,12 +153,7 @@ pub trait Backend: Send + fmt::Debug {
     ///
     /// # Errors
     /// As [`Backend::read`]; nothing was visited then.
-    fn visit_rows(
-        &mut self,
-        act: Act,
-        rows: &[usize],
-        visit: &mut dyn FnMut(usize, &[f32]),
-    ) -> Result<()> {
+    fn visit_rows(&mut self, act: Act, rows: &[usize], visit: &mut dyn FnMut(usize, &[f32])) -> Result<()> {
         let Some(count) = rows.iter().max().map(|last| last + 1) else { return Ok(()) };
         let mut values = Vec::new();
         self.read(act, count, &mut values)?;
