@@ -218,6 +218,9 @@ fn metrics_have_the_names_that_gateways_read() {
         for name in [
             "vllm:num_requests_running{model_name=\"m\"} 0",
             "vllm:num_requests_waiting{model_name=\"m\"} 0",
+            "vllm:kv_cache_usage_perc{model_name=\"m\"} 0",
+            "vllm:cache_config_info{model_name=\"m\",block_size=\"32\",num_gpu_blocks=\"0\"} 1",
+            "vllm:inter_token_latency_seconds_count{model_name=\"m\"} 0",
             "vllm:time_to_first_token_seconds_count{model_name=\"m\"} 1",
             "vllm:prompt_tokens_total{model_name=\"m\"} 7",
             "vllm:generation_tokens_total{model_name=\"m\"} 1",
