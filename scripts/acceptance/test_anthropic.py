@@ -1,9 +1,11 @@
 """The anthropic package against the built-in model."""
 
+import json
+
 import anthropic
 import pytest
 
-from common import CAPITAL, STORY, TOOLS, WEATHER, serving, until
+from common import CAPITAL, PERSON, PERSON_SCHEMA, STORY, TOOLS, WEATHER, serving, until
 
 ANTHROPIC_TOOLS = [
     {"name": f["name"], "description": f["description"], "input_schema": f["parameters"]}
@@ -22,8 +24,13 @@ def client(server):
     return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
 
 
-def ask(client, messages, **more):
-    return client.messages.create(model="lapidary", messages=messages, **{"max_tokens": 300, "temperature": 0, **more})
+# The package has no argument for it any more; servers still take it.
+GREEDY = {"temperature": 0}
+
+
+def ask(client, messages, extra=None, **more):
+    body = {**GREEDY, **(extra or {})}
+    return client.messages.create(model="lapidary", messages=messages, extra_body=body, **{"max_tokens": 300, **more})
 
 
 def test_message(client):
@@ -50,13 +57,13 @@ def test_thinking(client):
 
 def test_stream(client):
     whole = ask(client, STORY)
-    with client.messages.stream(model="lapidary", messages=STORY, max_tokens=300, temperature=0) as stream:
+    with client.messages.stream(model="lapidary", messages=STORY, max_tokens=300, extra_body=GREEDY) as stream:
         text = "".join(stream.text_stream)
         final = stream.get_final_message()
     assert text == whole.content[0].text == final.content[0].text
     assert final.usage.output_tokens == whole.usage.output_tokens
     with client.messages.stream(
-        model="lapidary", messages=CAPITAL, max_tokens=2000, temperature=0, thinking={"type": "enabled", "budget_tokens": 1024}
+        model="lapidary", messages=CAPITAL, max_tokens=2000, extra_body=GREEDY, thinking={"type": "enabled", "budget_tokens": 1024}
     ) as stream:
         final = stream.get_final_message()
     assert [b.type for b in final.content] == ["thinking", "text"]
@@ -73,10 +80,16 @@ def test_tools(client):
     ]
     answer = ask(client, history, tools=ANTHROPIC_TOOLS)
     assert answer.content[0].text == "It is snowy in Oslo and the temperature is -3 degrees."
-    with client.messages.stream(model="lapidary", messages=WEATHER, tools=ANTHROPIC_TOOLS, max_tokens=300, temperature=0) as stream:
+    with client.messages.stream(model="lapidary", messages=WEATHER, tools=ANTHROPIC_TOOLS, max_tokens=300, extra_body=GREEDY) as stream:
         assert stream.get_final_message().content[-1].input == {"city": "Oslo"}
     forced = ask(client, CAPITAL, tools=ANTHROPIC_TOOLS, tool_choice={"type": "tool", "name": "add"})
     assert forced.content[-1].name == "add"
+
+
+def test_schema_and_effort(client):
+    form = {"type": "json_schema", "schema": PERSON_SCHEMA}
+    reply = ask(client, PERSON, output_config={"format": form, "effort": "low"}, thinking={"type": "adaptive"})
+    assert json.loads(reply.content[-1].text) == {"name": "Ada", "age": 36, "city": "Lima"}
 
 
 def test_stop_sequences_and_limits(client):
@@ -95,7 +108,7 @@ def test_count_tokens(client):
 
 def test_errors(client):
     with pytest.raises(anthropic.BadRequestError, match="temperature"):
-        ask(client, CAPITAL, temperature=-1)
+        ask(client, CAPITAL, {"temperature": -1})
     with pytest.raises(anthropic.NotFoundError):
         client.messages.create(model="other", messages=CAPITAL, max_tokens=5)
     with pytest.raises(anthropic.BadRequestError, match="vision"):
@@ -105,7 +118,7 @@ def test_errors(client):
 
 def test_leaving_cancels(server, client):
     with client.messages.stream(
-        model="lapidary", messages=STORY, max_tokens=7000, temperature=0, extra_body={"ignore_eos": True}
+        model="lapidary", messages=STORY, max_tokens=7000, extra_body={**GREEDY, "ignore_eos": True}
     ) as stream:
         next(iter(stream.text_stream))
     until("the slot is free", lambda: server.metrics()["lapidary_requests_running{}"] == 0, 2)

@@ -222,7 +222,11 @@ impl Page {
         self.family("vllm:cache_config_info", "gauge", "Positions of a page, and pages of the larger group");
         let info = format!("block_size=\"{PAGE_TOKENS}\",num_gpu_blocks=\"{pages}\"");
         self.sample("vllm:cache_config_info", &info, 1.0);
-        self.family("lapidary_pages", "gauge", "Pages of keys and values: all, held, kept for later requests");
+        self.family(
+            "lapidary_pages",
+            "gauge",
+            "Pages of keys and values: all, held, kept for later requests",
+        );
         for (group, pages) in ["sliding", "full"].iter().zip(&engine.pages) {
             for (state, count) in [("total", pages.total), ("live", pages.live), ("kept", pages.kept)] {
                 let labels = format!("group=\"{group}\",state=\"{state}\"");
@@ -241,7 +245,12 @@ impl Page {
 
     fn engine_counters(&mut self, engine: &EngineStats) {
         for (name, theirs, help, value) in [
-            ("prefix_queries_total", "prefix_cache_queries_total", "Prompt tokens looked up", engine.prompt_tokens),
+            (
+                "prefix_queries_total",
+                "prefix_cache_queries_total",
+                "Prompt tokens looked up",
+                engine.prompt_tokens,
+            ),
             ("prefix_hits_total", "prefix_cache_hits_total", "Prompt tokens found", engine.cached_tokens),
             ("preemptions_total", "num_preemptions_total", "Replies put off", engine.scheduler.preemptions),
         ] {
@@ -251,7 +260,11 @@ impl Page {
             ("steps_total", "Batches", engine.scheduler.steps as f64),
             ("rows_total", "Rows of batches", engine.scheduler.rows as f64),
             ("recomputed_rows_total", "Rows that were fed again", engine.scheduler.recomputed_rows as f64),
-            ("non_finite_total", "Replies that ended because logits were not finite", engine.non_finite as f64),
+            (
+                "non_finite_total",
+                "Replies that ended because logits were not finite",
+                engine.non_finite as f64,
+            ),
             ("panics_total", "Replies that ended because something panicked", engine.panics as f64),
             ("failed_passes_total", "Passes that the device could not finish", engine.failed_passes as f64),
             ("device_seconds_total", "Time in which the device ran passes", engine.device_time.as_secs_f64()),

@@ -1,7 +1,7 @@
 //! `POST /v1/messages`, Anthropic's format: request, whole reply, events.
 
 use lapidary::ChatInput;
-use lapidary::service::{ChatRequest, FinishKind, ParallelCalls, ServiceEvent, ServiceUsage, ToolChoice};
+use lapidary::service::{ChatRequest, FinishKind, Format, ParallelCalls, ServiceEvent, ServiceUsage, ToolChoice};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
@@ -37,6 +37,7 @@ request! {
         pub chat_template_kwargs: Option<Map<String, Value>>,
         pub response_format: Option<ResponseFormat>,
         pub structured_outputs: Option<StructuredOutputs>,
+        pub output_config: Option<OutputConfig>,
         // Known, and without effect on an answer.
         #[allow(dead_code)]
         pub metadata: Option<Value>,
@@ -96,6 +97,23 @@ pub struct Choice {
     pub disable_parallel_tool_use: Option<bool>,
 }
 
+/// `output_config`.
+#[derive(Debug, Clone, Default, Deserialize)]
+#[allow(missing_docs, reason = "the names are the API's")]
+pub struct OutputConfig {
+    pub effort: Option<String>,
+    pub format: Option<OutputFormat>,
+}
+
+/// `output_config.format`.
+#[derive(Debug, Clone, Deserialize)]
+#[allow(missing_docs, reason = "the names are the API's")]
+pub struct OutputFormat {
+    #[serde(rename = "type")]
+    pub kind: String,
+    pub schema: Option<Value>,
+}
+
 impl MessagesBody {
     /// The request as the service takes it. `counting` asks for the prompt only, so that it needs no limit.
     ///
@@ -123,6 +141,9 @@ impl MessagesBody {
         switches.reasoning(self.reasoning.as_ref())?;
         switches.on("enable_thinking", self.enable_thinking)?;
         switches.template(&mut variables)?;
+        let config = self.output_config.unwrap_or_default();
+        // How much to think, not whether: effort alone switches nothing on here.
+        switches.effort_if_on("output_config.effort", config.effort.as_deref())?;
         let thinking = switches.settle();
         let (tool_choice, parallel_tool_calls) = choice(self.tool_choice)?;
         let continue_final = self.messages.last().is_some_and(|m| m.role == "assistant");
@@ -138,10 +159,21 @@ impl MessagesBody {
             input,
             tool_choice,
             parallel_tool_calls,
-            format: format::format(self.response_format, self.structured_outputs)?,
+            format: match config.format {
+                Some(format) => of_output_config(format)?,
+                None => format::format(self.response_format, self.structured_outputs)?,
+            },
             thinking_budget: thinking.budget,
             generation,
         })
+    }
+}
+
+fn of_output_config(format: OutputFormat) -> Result<Format, ApiError> {
+    let field = "output_config.format";
+    match (format.kind.as_str(), format.schema) {
+        ("json_schema", Some(schema)) => Ok(Format::JsonSchema { schema, name: None, strict: true }),
+        _ => Err(ApiError::bad_request(Some(field), "expected the type json_schema with a schema")),
     }
 }
 
@@ -335,6 +367,7 @@ fn usage(usage: &ServiceUsage) -> Value {
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens,
+        "output_tokens_details": { "thinking_tokens": usage.reasoning_tokens },
     })
 }
 
