@@ -1,7 +1,9 @@
 //! `POST /v1/messages`, Anthropic's format: request, whole reply, events.
 
 use lapidary::ChatInput;
-use lapidary::service::{ChatRequest, FinishKind, Format, ParallelCalls, ServiceEvent, ServiceUsage, ToolChoice};
+use lapidary::service::{
+    ChatRequest, FinishKind, Format, ParallelCalls, ServiceEvent, ServiceUsage, ToolChoice,
+};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
