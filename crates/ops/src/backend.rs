@@ -1,9 +1,8 @@
 //! A device: dealing handles at load, running passes afterwards.
 
 use std::fmt;
-use std::sync::Arc;
 
-use lapidary_formats::{Format, TensorView};
+use lapidary_formats::{FileMap, Format, TensorView};
 
 use crate::batch::{Batch, BatchError, BatchShape};
 use crate::handles::{Act, ActSpec, Gain, Mat};
@@ -97,9 +96,6 @@ pub struct KernelReport {
     /// Whether it is a plain fallback and not written for this device.
     pub fallback: bool,
 }
-
-/// A mapped file that tensor views point into.
-pub type FileMap = Arc<dyn AsRef<[u8]> + Send + Sync>;
 
 /// A device that can hold one model and run passes over it.
 pub trait Backend: Send + fmt::Debug {
