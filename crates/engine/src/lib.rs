@@ -16,6 +16,7 @@ mod runner;
 pub mod sampling;
 pub mod scheduler;
 mod slots;
+mod steering;
 mod stepper;
 
 pub use error::{Error, Result};
