@@ -21,6 +21,7 @@ pub mod hub;
 mod options;
 pub mod plan;
 pub mod service;
+pub mod steering;
 pub mod synth;
 pub mod text_source;
 

@@ -8,6 +8,7 @@ use crate::batch::{Batch, BatchError, BatchShape};
 use crate::handles::{Act, ActSpec, Gain, Mat};
 use crate::kv::{KvPlan, KvRef};
 use crate::ops::{Ops, TapPoint};
+use crate::steer::{Projections, SteerSet};
 
 /// What a backend can fail with.
 #[non_exhaustive]
@@ -41,6 +42,8 @@ pub struct Outcome {
     pub argmax: Vec<i32>,
     /// What was copied out.
     pub taps: Vec<Tap>,
+    /// What steered rows projected onto their directions; empty when no row was steered.
+    pub projections: Projections,
 }
 
 /// One copied activation, `[rows, width]` float32.
@@ -131,7 +134,22 @@ pub trait Backend: Send + fmt::Debug {
     /// shapes and formats never change after the first call.
     fn kv(&mut self, plan: &KvPlan) -> Result<()>;
 
-    /// Takes the next pass's data. The batch has passed [`Batch::check`].
+    /// Takes over steering set `index` in place of the one that was there, or gives that one back for `None`. The
+    /// set has passed [`SteerSet::check`]. No pass is under way.
+    ///
+    /// # Errors
+    /// `Unsupported` by the default: a backend that cannot steer says so here, before any row asks for it.
+    fn steer_set(&mut self, _index: usize, set: Option<&SteerSet>) -> Result<()> {
+        match set {
+            None => Ok(()),
+            Some(_) => Err(Error::Unsupported {
+                device: self.report().backend.to_owned(),
+                what: "steering is not there for this device".to_owned(),
+            }),
+        }
+    }
+
+    /// Takes the next pass's data. The batch has passed [`Batch::check`] and [`Batch::check_steer`].
     fn upload(&mut self, batch: &Batch) -> Result<()>;
 
     /// Carries out `program`, a straight-line function of the model and `shape`. Returns once the work is

@@ -16,6 +16,7 @@ mod handles;
 mod kv;
 mod ops;
 pub mod program;
+mod steer;
 
 pub use backend::{Backend, DeviceReport, Error, KernelReport, MemoryUse, Outcome, Result, Tap};
 pub use batch::{Batch, BatchError, BatchShape, PageTable, RowSpan, TailRows, TapSet};
@@ -26,3 +27,4 @@ pub use ops::{
     Activation, AttnSpec, CloseSpec, ExpertSpec, KvSpec, Norm, Ops, PerLayerSpec, Phase, QkvSpec, RouteSpec,
     TapPoint, ValueSource,
 };
+pub use steer::{Projections, SteerEdit, SteerError, SteerMode, SteerSet};
