@@ -29,7 +29,7 @@ mod worker;
 pub use engine::{Engine, EngineOptions, Ticket};
 pub use error::{Error, Result};
 pub use guide::{Allowed, Guide, GuideError, StopCause, Verdict};
-pub use prefix::PrefixOptions;
+pub use prefix::{PrefixOptions, PrefixStats};
 pub use prompt::{Prompt, SoftKind, SoftSpan};
 pub use request::{EngineEvent, EngineFinish, EngineRequest, EngineUsage, FailureKind, Sink};
 pub use runner::Runner;

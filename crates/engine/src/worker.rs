@@ -377,13 +377,14 @@ impl Worker {
         self.stats.scheduler = self.scheduler.stats();
         let pool = self.scheduler.pool();
         self.stats.pages = Group::ALL.map(|group| {
-            let (total, free) = (pool.total(group), pool.available(group));
-            PageUse { total, live: total - free, kept: 0 }
+            let (total, available) = (pool.total(group), pool.available(group));
+            PageUse { total, live: total - available, kept: pool.idle(group) }
         });
         self.shared.publish(&self.stats, mem::take(&mut self.ended));
     }
 }
 
 fn scheduler(runner: &Runner, options: &EngineOptions) -> Result<Scheduler> {
-    Scheduler::new(runner.model().config.clone(), runner.plan(), options.scheduler)
+    let config = runner.model().config.clone();
+    Scheduler::with_prefix(config, runner.plan(), options.scheduler, options.prefix.clone())
 }

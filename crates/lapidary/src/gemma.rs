@@ -78,36 +78,10 @@ impl Gemma {
         progress: &mut dyn FnMut(Progress),
     ) -> Result<Gemma> {
         let start = Instant::now();
-        // A vocabulary of 262,144 pieces takes longer to index than a small model to pack: side by side.
-        let (stepper, tokenizer) = std::thread::scope(|scope| {
-            let tokenizer = scope.spawn(|| text_source::tokenizer(checkpoint));
-            let stepper = load_stepper(checkpoint, options, progress);
-            let tokenizer = tokenizer.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-            (stepper, tokenizer)
-        });
-        let (stepper, tokenizer) = (stepper?, tokenizer?);
-        let config = &stepper.model().config;
-        if tokenizer.vocab_size() as usize > config.vocab {
-            let tokenizer = tokenizer.vocab_size() as usize;
-            return Err(Error::VocabularyMismatch { tokenizer, model: config.vocab });
-        }
-        let defaults = Defaults::new(config, text_source::generation(checkpoint).as_ref(), Some(&tokenizer))?;
-        let mut notes = load_notes(checkpoint, config)?;
-        let (template, template_source) = match text_source::template(checkpoint)? {
-            Some(source) => (ChatTemplate::new(&source)?, TemplateSource::Checkpoint),
-            None => {
-                let builtin = builtin_template(config);
-                notes.push(format!(
-                    "the checkpoint has no chat template; the built-in {builtin:?} one is used"
-                ));
-                (ChatTemplate::builtin(builtin), TemplateSource::BuiltIn)
-            }
-        };
-        let unknown = template.unknown_markers(&tokenizer);
-        if !unknown.is_empty() {
-            let list = unknown.join(" ");
-            notes.push(format!("the chat template writes markers that the vocabulary does not have: {list}"));
-        }
+        let (runner, text) = load_with_text(checkpoint, options, progress)?;
+        let context = options.context_for(&runner.model().config);
+        let stepper = Stepper::new(runner, context);
+        let LoadedText { tokenizer, template, template_source, defaults, notes } = text;
         Ok(Gemma {
             stepper,
             tokenizer,
@@ -291,6 +265,53 @@ fn start<'a>(
     })
 }
 
+/// What a model brings beside its weights.
+#[derive(Debug)]
+pub(crate) struct LoadedText {
+    pub tokenizer: Tokenizer,
+    pub template: ChatTemplate,
+    pub template_source: TemplateSource,
+    pub defaults: Defaults,
+    pub notes: Vec<String>,
+}
+
+/// Builds a checkpoint's model on the CPU and reads its text.
+pub(crate) fn load_with_text(
+    checkpoint: &Checkpoint,
+    options: &LoadOptions,
+    progress: &mut dyn FnMut(Progress),
+) -> Result<(Runner, LoadedText)> {
+    // A vocabulary of 262,144 pieces takes longer to index than a small model to pack: side by side.
+    let (runner, tokenizer) = std::thread::scope(|scope| {
+        let tokenizer = scope.spawn(|| text_source::tokenizer(checkpoint));
+        let runner = load_runner(checkpoint, options, progress);
+        let tokenizer = tokenizer.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        (runner, tokenizer)
+    });
+    let (runner, tokenizer) = (runner?, tokenizer?);
+    let config = &runner.model().config;
+    if tokenizer.vocab_size() as usize > config.vocab {
+        let tokenizer = tokenizer.vocab_size() as usize;
+        return Err(Error::VocabularyMismatch { tokenizer, model: config.vocab });
+    }
+    let defaults = Defaults::new(config, text_source::generation(checkpoint).as_ref(), Some(&tokenizer))?;
+    let mut notes = load_notes(checkpoint, config)?;
+    let (template, template_source) = match text_source::template(checkpoint)? {
+        Some(source) => (ChatTemplate::new(&source)?, TemplateSource::Checkpoint),
+        None => {
+            let builtin = builtin_template(config);
+            notes.push(format!("the checkpoint has no chat template; the built-in {builtin:?} one is used"));
+            (ChatTemplate::builtin(builtin), TemplateSource::BuiltIn)
+        }
+    };
+    let unknown = template.unknown_markers(&tokenizer);
+    if !unknown.is_empty() {
+        let list = unknown.join(" ");
+        notes.push(format!("the chat template writes markers that the vocabulary does not have: {list}"));
+    }
+    Ok((runner, LoadedText { tokenizer, template, template_source, defaults, notes }))
+}
+
 /// Builds a checkpoint's model on the CPU, without any text.
 ///
 /// # Errors
@@ -300,6 +321,16 @@ pub fn load_stepper(
     options: &LoadOptions,
     progress: &mut dyn FnMut(Progress),
 ) -> Result<Stepper> {
+    let runner = load_runner(checkpoint, options, progress)?;
+    let context = options.context_for(&runner.model().config);
+    Ok(Stepper::new(runner, context))
+}
+
+fn load_runner(
+    checkpoint: &Checkpoint,
+    options: &LoadOptions,
+    progress: &mut dyn FnMut(Progress),
+) -> Result<Runner> {
     let mut config = Config::from_checkpoint(checkpoint)?;
     if let Some(cap) = options.final_softcap {
         let own = config.final_softcap.map_or("none".to_owned(), |own| own.to_string());
@@ -312,8 +343,7 @@ pub fn load_stepper(
     let limits = Limits { rows: options.chunk.clamp(1, context.max(1)), head_rows: options.head_rows.max(1) };
     let build = BuildOptions { limits, embed_scale: options.embed_scale };
     let model = Model::build(config, checkpoint, backend.as_mut(), &build, progress)?;
-    let runner = Runner::new(model, backend, [options.kv_format(); 2], context)?;
-    Ok(Stepper::new(runner, context))
+    Ok(Runner::new(model, backend, [options.kv_format(); 2], context)?)
 }
 
 /// What the checkpoint and its config give cause to say, once the model is built.

@@ -148,7 +148,7 @@ mod tests {
             (r#"{"list": [{"id": 1}, {"id": -1}]}"#, Some("list[1].id")),
             (r#"{"inner": {"id": 4294967296}, "list": []}"#, Some("inner.id")),
             (r#"{"list": []} x"#, None),
-            (r#"{"list": ["#, Some("list[0]")),
+            (r#"{"list": ["#, Some("list")),
             ("", None),
         ] {
             let error = parse::<Outer>(text.as_bytes()).expect_err(text);
