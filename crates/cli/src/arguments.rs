@@ -2,7 +2,7 @@
 
 use clap::{Parser, Subcommand};
 
-use crate::commands::{bench, chat, check, completions, dump, inspect, run, synth, tokenize};
+use crate::commands::{bench, chat, check, completions, dump, inspect, run, steer, synth, tokenize};
 #[cfg(feature = "hub")]
 use crate::commands::{list, pull, rm};
 
@@ -38,6 +38,7 @@ pub enum Command {
     #[cfg(feature = "hub")]
     Rm(rm::Args),
     Bench(bench::Args),
+    Steer(steer::Args),
     Synth(synth::Args),
     Completions(completions::Args),
 }

@@ -164,7 +164,12 @@ impl Gemma {
 
     /// Answer options with the checkpoint's own sampling.
     pub fn answer_options(&self, max_tokens: usize) -> AnswerOptions {
-        AnswerOptions { sampling: self.defaults.sampling.clone(), max_tokens, ignore_eos: false, steering: None }
+        AnswerOptions {
+            sampling: self.defaults.sampling.clone(),
+            max_tokens,
+            ignore_eos: false,
+            steering: None,
+        }
     }
 
     /// The checkpoint's own choices.
