@@ -257,19 +257,20 @@ impl Backend for CpuBackend {
     }
 
     fn read(&mut self, act: Act, rows: usize, out: &mut Vec<f32>) -> Result<()> {
-        let unknown = || Error::Device(format!("activation {} was never allocated", act.0));
-        let buffer = self.acts.get(act.0 as usize).ok_or_else(unknown)?;
-        if buffer.spec.kind != ActKind::F32 {
-            return Err(Error::Device(format!("{} is not a float32 activation", buffer.spec.name)));
-        }
-        if rows > buffer.spec.max_rows {
-            let limit = buffer.spec.max_rows;
-            return Err(Error::TooManyRows { what: buffer.spec.name, rows, limit });
-        }
+        let buffer = self.readable(act, rows)?;
         out.clear();
         for r in 0..rows {
             // SAFETY: no pass runs while the backend is borrowed here.
             out.extend_from_slice(unsafe { buffer.row(r) });
+        }
+        Ok(())
+    }
+
+    fn visit_rows(&mut self, act: Act, rows: &[usize], visit: &mut dyn FnMut(usize, &[f32])) -> Result<()> {
+        let buffer = self.readable(act, rows.iter().max().map_or(0, |last| last + 1))?;
+        for (i, &row) in rows.iter().enumerate() {
+            // SAFETY: no pass runs while the backend is borrowed here.
+            visit(i, unsafe { buffer.row(row) });
         }
         Ok(())
     }
@@ -322,6 +323,20 @@ impl Backend for CpuBackend {
 }
 
 impl CpuBackend {
+    /// The float32 activation `act`, if it has `rows` rows.
+    fn readable(&self, act: Act, rows: usize) -> Result<&Buffer> {
+        let unknown = || Error::Device(format!("activation {} was never allocated", act.0));
+        let buffer = self.acts.get(act.0 as usize).ok_or_else(unknown)?;
+        if buffer.spec.kind != ActKind::F32 {
+            return Err(Error::Device(format!("{} is not a float32 activation", buffer.spec.name)));
+        }
+        if rows > buffer.spec.max_rows {
+            let limit = buffer.spec.max_rows;
+            return Err(Error::TooManyRows { what: buffer.spec.name, rows, limit });
+        }
+        Ok(buffer)
+    }
+
     /// Checks a cell's address and the lengths that go with it; returns the head width.
     fn check_cell(&self, cache: KvRef, page: usize, in_page: usize, k: usize, v: usize) -> Result<usize> {
         let group = &self.kv.plan.groups[cache.group.index()];

@@ -52,6 +52,8 @@ pub enum Error {
     TooLarge { what: &'static str, found: usize, limit: usize },
     #[error("the queue holds {limit} requests already; try again later")]
     QueueFull { limit: usize },
+    #[error("the engine takes no more requests: it is shutting down")]
+    ShuttingDown,
     #[error("the prompt has {tokens} tokens, the context holds {context}")]
     PromptTooLong { tokens: usize, context: usize },
     #[error("the {group:?} group has no page left: {needed} are needed, {free} are free")]

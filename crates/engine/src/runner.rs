@@ -121,6 +121,33 @@ impl Runner {
         shape: &BatchShape,
         program: &(dyn Fn(&mut dyn Ops, &Model, &BatchShape) + Sync),
     ) -> Result<Outcome> {
+        self.launch(batch, shape, program)?;
+        self.collect()
+    }
+
+    /// Starts the model's pass over `batch`; [`Runner::collect`] waits for it. Where the device works on its own,
+    /// the caller has the time in between.
+    ///
+    /// # Errors
+    /// As [`Runner::run`].
+    pub fn start(&mut self, batch: &Batch, shape: &BatchShape) -> Result<()> {
+        self.launch(batch, shape, &|s, m, shape| forward(s, m, shape))
+    }
+
+    /// Waits for the pass that was started.
+    ///
+    /// # Errors
+    /// What went wrong in it.
+    pub fn collect(&mut self) -> Result<Outcome> {
+        Ok(self.backend.collect()?)
+    }
+
+    fn launch(
+        &mut self,
+        batch: &Batch,
+        shape: &BatchShape,
+        program: &(dyn Fn(&mut dyn Ops, &Model, &BatchShape) + Sync),
+    ) -> Result<()> {
         let c = &self.model.config;
         let limits = self.model.limits;
         if shape.rows > limits.rows {
@@ -135,7 +162,17 @@ impl Runner {
         let model = &self.model;
         self.backend.upload(batch)?;
         self.backend.run(shape, &|s| program(s, model, shape))?;
-        Ok(self.backend.collect()?)
+        Ok(())
+    }
+
+    /// Hands `visit` the logits of some of the last pass's head rows, each with its index in `rows`, without
+    /// copying them where the device's memory is at hand.
+    ///
+    /// # Errors
+    /// `Backend` for a row that the buffer does not have; nothing was visited then.
+    pub fn visit_logits(&mut self, rows: &[usize], visit: &mut dyn FnMut(usize, &[f32])) -> Result<()> {
+        let logits = self.model.acts.logits;
+        Ok(self.backend.visit_rows(logits, rows, visit)?)
     }
 
     pub(crate) fn backend(&mut self) -> &mut dyn Backend {

@@ -1,9 +1,8 @@
 //! A device: dealing handles at load, running passes afterwards.
 
 use std::fmt;
-use std::sync::Arc;
 
-use lapidary_formats::{Format, TensorView};
+use lapidary_formats::{FileMap, Format, TensorView};
 
 use crate::batch::{Batch, BatchError, BatchShape};
 use crate::handles::{Act, ActSpec, Gain, Mat};
@@ -101,9 +100,6 @@ pub struct KernelReport {
     pub fallback: bool,
 }
 
-/// A mapped file that tensor views point into.
-pub type FileMap = Arc<dyn AsRef<[u8]> + Send + Sync>;
-
 /// A device that can hold one model and run passes over it.
 pub trait Backend: Send + fmt::Debug {
     /// What this is and which kernels it chose.
@@ -165,6 +161,22 @@ pub trait Backend: Send + fmt::Debug {
 
     /// Reads the first `rows` rows of a float32 activation, as the last pass left it.
     fn read(&mut self, act: Act, rows: usize, out: &mut Vec<f32>) -> Result<()>;
+
+    /// Hands `visit` the rows `rows` of a float32 activation, as the last pass left it, each with its index in
+    /// `rows`. A backend whose memory is at hand lends them in place; this default copies all up to the last.
+    ///
+    /// # Errors
+    /// As [`Backend::read`]; nothing was visited then.
+    fn visit_rows(&mut self, act: Act, rows: &[usize], visit: &mut dyn FnMut(usize, &[f32])) -> Result<()> {
+        let Some(count) = rows.iter().max().map(|last| last + 1) else { return Ok(()) };
+        let mut values = Vec::new();
+        self.read(act, count, &mut values)?;
+        let width = values.len() / count;
+        for (i, row) in rows.iter().enumerate() {
+            visit(i, &values[row * width..(row + 1) * width]);
+        }
+        Ok(())
+    }
 
     /// Writes one position's keys and values (`kv_heads * head_dim` each) straight into a page.
     fn kv_store(&mut self, cache: KvRef, page: usize, in_page: usize, k: &[f32], v: &[f32]) -> Result<()>;

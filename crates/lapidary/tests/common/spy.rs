@@ -133,8 +133,40 @@ impl Hooks {
     }
 }
 
+/// The token that [`poisoned`] looks for.
+pub const POISON: u32 = 77;
+
+/// Any row with token 77 gets an embedding of infinities, which the first norm turns into no number.
+pub fn poisoned() -> Hooks {
+    // A batch must be finite when it arrives, so the last step to infinity is taken inside the pass; other
+    // rows come back from it exactly.
+    let mut hooks = Hooks::batch(|model, batch: &mut Batch| {
+        for row in 0..batch.tokens.len() {
+            if batch.tokens[row] == POISON as i32 {
+                batch.soft_rows.push(row as i32);
+                batch.soft_values.extend(std::iter::repeat_n(f32::MAX, model.config.hidden));
+            }
+        }
+    });
+    hooks.verb = Hooks::verb(|_, verb, s| {
+        verb.run(s);
+        if let Verb::Embed(x, ..) = verb {
+            s.inject_soft(x);
+            s.scale(x, 4.0);
+            s.scale(x, 0.25);
+        }
+    })
+    .verb;
+    hooks
+}
+
 /// A stepper whose backend is hooked.
 pub fn hooked(folder: &Path, on: On, setup: Setup, hooks: &Hooks) -> Stepper {
+    Stepper::new(hooked_runner(folder, on, setup, hooks), setup.context)
+}
+
+/// A runner whose backend is hooked.
+pub fn hooked_runner(folder: &Path, on: On, setup: Setup, hooks: &Hooks) -> Runner {
     let checkpoint = Checkpoint::open(folder).expect("checkpoint opens");
     let mut config = Config::from_checkpoint(&checkpoint).expect("config is read");
     if let Some(change) = &hooks.config {
@@ -150,8 +182,7 @@ pub fn hooked(folder: &Path, on: On, setup: Setup, hooks: &Hooks) -> Stepper {
         change(&mut model);
     }
     assert!(hooks.built.set(model.clone()).is_ok(), "hooks serve one model");
-    let runner = Runner::new(model, backend, [setup.kv; 2], setup.context).expect("pools fit");
-    Stepper::new(runner, setup.context)
+    Runner::new(model, backend, [setup.kv; 2], setup.context).expect("pools fit")
 }
 
 #[derive(Debug)]
