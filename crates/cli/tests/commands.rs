@@ -79,6 +79,7 @@ mod clap_words {
             "bench" => {
                 &["--prompt", "-p", "--generate", "-n", "--threads", "-t", "--repetitions", "-r", "--json"]
             }
+            "steer" => &["fit", "show"],
             "synth" => {
                 &["MODEL", "FORMAT", "--output", "-o", "--layers", "--seed", "--sparse", "--tokenizer"]
             }
