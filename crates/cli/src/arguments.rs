@@ -2,7 +2,7 @@
 
 use clap::{Parser, Subcommand};
 
-use crate::commands::{batch, bench, chat, check, completions, dump, inspect, run, serve, synth, tokenize};
+use crate::commands::{batch, bench, chat, check, completions, dump, inspect, run, serve, steer, synth, tokenize};
 #[cfg(feature = "hub")]
 use crate::commands::{list, pull, rm};
 
@@ -41,6 +41,7 @@ pub enum Command {
     #[cfg(feature = "hub")]
     Rm(rm::Args),
     Bench(bench::Args),
+    Steer(steer::Args),
     Synth(synth::Args),
     Completions(completions::Args),
 }

@@ -244,7 +244,8 @@ impl Backend for CpuBackend {
         done.map_err(|message| Error::WorkerPanicked { message })?;
         let mut outcome = pass.outcome.into_inner().unwrap_or_else(PoisonError::into_inner);
         if shape.steered {
-            let noted = pass.projections.into_iter().map(|n| n.into_inner().unwrap_or_else(PoisonError::into_inner));
+            let noted =
+                pass.projections.into_iter().map(|n| n.into_inner().unwrap_or_else(PoisonError::into_inner));
             outcome.projections = projections(&self.upload.batch.steer, &self.steer_sets, noted.flatten());
         }
         self.outcome = Some(outcome);

@@ -3,7 +3,9 @@
 use std::cell::UnsafeCell;
 use std::sync::Mutex;
 
-use lapidary_ops::{Act, Batch, Error, GROUPS, Gain, Group, KvPlan, Mat, Outcome, PAGE_TOKENS, Result, SteerSet};
+use lapidary_ops::{
+    Act, Batch, Error, GROUPS, Gain, Group, KvPlan, Mat, Outcome, PAGE_TOKENS, Result, SteerSet,
+};
 
 use crate::attention::Sums;
 use crate::buffers::Buffer;

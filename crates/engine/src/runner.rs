@@ -3,8 +3,7 @@
 use lapidary_model::kv_plan::kv_plan;
 use lapidary_model::{Model, forward};
 use lapidary_ops::{
-    Backend, Batch, BatchShape, DeviceReport, GROUPS, KvFormat, KvPlan, MemoryUse, Ops, Outcome,
-    SteerSet,
+    Backend, Batch, BatchShape, DeviceReport, GROUPS, KvFormat, KvPlan, MemoryUse, Ops, Outcome, SteerSet,
 };
 
 use crate::error::{Error, Result};

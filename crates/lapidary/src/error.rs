@@ -18,6 +18,8 @@ pub enum Error {
     #[error(transparent)]
     Text(#[from] lapidary_text::Error),
     #[error(transparent)]
+    Capture(#[from] crate::capture::CaptureError),
+    #[error(transparent)]
     Steering(#[from] crate::steering::SteeringError),
     #[error("{path}: {source}")]
     Io { path: PathBuf, source: std::io::Error },

@@ -16,10 +16,12 @@ use lapidary_weights::Checkpoint;
 use serde_json::Value;
 
 use crate::answer::{Answer, Reader};
+use crate::capture::Recording;
 use crate::defaults::Defaults;
 use crate::error::{Error, Result};
 use crate::options::{AnswerOptions, LoadOptions};
 use crate::text_source;
+use crate::trace::Tracing;
 
 /// Where the chat template came from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -138,7 +140,14 @@ impl Gemma {
 
     /// Answer options with the checkpoint's own sampling.
     pub fn answer_options(&self, max_tokens: usize) -> AnswerOptions {
-        AnswerOptions { sampling: self.defaults.sampling.clone(), max_tokens, ignore_eos: false, steering: None }
+        AnswerOptions {
+            sampling: self.defaults.sampling.clone(),
+            max_tokens,
+            ignore_eos: false,
+            steering: None,
+            capture: None,
+            trace: None,
+        }
     }
 
     /// The checkpoint's own choices.
@@ -173,6 +182,7 @@ impl Gemma {
         self.stepper.reset();
         // The set no longer applies even where a device fails to give its memory back.
         let _ = self.stepper.set_steering(None);
+        self.stepper.set_capture(&[]);
         &mut self.stepper
     }
 
@@ -233,9 +243,14 @@ fn start<'a>(
     ids: &[u32],
     options: &AnswerOptions,
 ) -> Result<Answer<'a>> {
+    let recording = match &options.capture {
+        None => None,
+        Some(spec) => Some(Recording::new(spec, &stepper.model().config, ids.len())?),
+    };
     let common = ids.iter().zip(fed.iter()).take_while(|(a, b)| a == b).count();
-    // At least one token must run to have logits.
+    // At least one token must run to have logits, and all that are captured.
     let keep = common.min(ids.len().saturating_sub(1)).min(stepper.cursor());
+    let keep = recording.as_ref().map_or(keep, |r| keep.min(r.first_of_prompt()));
     let reused = match stepper.rewind(keep) {
         Ok(()) => keep,
         Err(_) => {
@@ -260,6 +275,8 @@ fn start<'a>(
         reused,
         ids: Vec::new(),
         call: None,
+        recording,
+        tracing: options.trace.map(Tracing::new),
         ready: VecDeque::new(),
         done: false,
     })

@@ -24,6 +24,7 @@ pub mod service;
 pub mod steering;
 pub mod synth;
 pub mod text_source;
+pub mod trace;
 
 pub use answer::{Answer, Piece};
 #[cfg(feature = "pebble")]

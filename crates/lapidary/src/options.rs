@@ -7,7 +7,9 @@ use lapidary_engine::sampling::SamplingParams;
 use lapidary_model::{Config, EmbedScale};
 use lapidary_ops::KvFormat;
 
+use crate::capture::CaptureSpec;
 use crate::steering::Steering;
+use crate::trace::TraceOptions;
 
 /// Choices at load.
 #[derive(Clone, Debug)]
@@ -77,4 +79,8 @@ pub struct AnswerOptions {
     pub ignore_eos: bool,
     /// Edits of the residual stream, for all rows of prompt and answer.
     pub steering: Option<Arc<Steering>>,
+    /// Activations to copy out; [`Answer::recording`](crate::Answer::recording) has them.
+    pub capture: Option<CaptureSpec>,
+    /// What to note of each token; [`Answer::traces`](crate::Answer::traces) has it.
+    pub trace: Option<TraceOptions>,
 }

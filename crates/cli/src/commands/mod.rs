@@ -16,6 +16,7 @@ pub mod pull;
 pub mod rm;
 pub mod run;
 pub mod serve;
+pub mod steer;
 pub mod synth;
 pub mod tokenize;
 
@@ -42,6 +43,7 @@ pub fn run(command: Command) -> anyhow::Result<ExitCode> {
         #[cfg(feature = "hub")]
         Command::Rm(args) => done(rm::run(&args)),
         Command::Bench(args) => done(bench::run(&args)),
+        Command::Steer(args) => done(steer::run(&args)),
         Command::Synth(args) => done(synth::run(&args)),
         Command::Completions(args) => done(completions::run(&args)),
     }
