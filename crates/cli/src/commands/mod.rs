@@ -4,6 +4,7 @@ pub mod bench;
 pub mod chat;
 pub mod check;
 pub mod completions;
+pub mod convert;
 pub mod dump;
 pub mod inspect;
 #[cfg(feature = "hub")]
@@ -29,6 +30,7 @@ pub fn run(command: Command) -> anyhow::Result<ExitCode> {
         Command::Inspect(args) => done(inspect::run(&args)),
         Command::Check(args) => check::run(&args),
         Command::Dump(args) => done(dump::run(&args)),
+        Command::Convert(args) => done(convert::run(&args)),
         Command::Tokenize(args) => done(tokenize::run(&args)),
         #[cfg(feature = "hub")]
         Command::Pull(args) => done(pull::run(&args)),
