@@ -2,7 +2,7 @@
 
 use clap::{Parser, Subcommand};
 
-use crate::commands::{batch, bench, chat, check, completions, dump, inspect, run, serve, steer, synth, tokenize};
+use crate::commands::{batch, bench, chat, check, completions, convert, dump, inspect, run, serve, steer, synth, tokenize};
 #[cfg(feature = "hub")]
 use crate::commands::{list, pull, rm};
 
@@ -33,6 +33,7 @@ pub enum Command {
     Inspect(inspect::Args),
     Check(check::Args),
     Dump(dump::Args),
+    Convert(convert::Args),
     Tokenize(tokenize::Args),
     #[cfg(feature = "hub")]
     Pull(pull::Args),

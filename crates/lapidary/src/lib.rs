@@ -18,6 +18,7 @@ mod gemma;
 pub mod host;
 #[cfg(feature = "hub")]
 pub mod hub;
+mod mix;
 mod options;
 pub mod plan;
 pub mod service;

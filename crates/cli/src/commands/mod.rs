@@ -6,6 +6,7 @@ pub mod bench_serve;
 pub mod chat;
 pub mod check;
 pub mod completions;
+pub mod convert;
 pub mod dump;
 pub mod inspect;
 #[cfg(feature = "hub")]
@@ -35,6 +36,7 @@ pub fn run(command: Command) -> anyhow::Result<ExitCode> {
         Command::Inspect(args) => done(inspect::run(&args)),
         Command::Check(args) => check::run(&args),
         Command::Dump(args) => done(dump::run(&args)),
+        Command::Convert(args) => done(convert::run(&args)),
         Command::Tokenize(args) => done(tokenize::run(&args)),
         #[cfg(feature = "hub")]
         Command::Pull(args) => done(pull::run(&args)),
