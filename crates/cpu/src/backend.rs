@@ -13,6 +13,7 @@ use crate::int8;
 use crate::kv::{self, KvPools, Side};
 use crate::level::{Isa, Level};
 use crate::matrix::{Maps, Matrix, Packing};
+use crate::memory::Slabs;
 use crate::ops::CpuOps;
 use crate::pass::{Pass, Scratch, Upload, Workspace};
 use crate::team::Team;
@@ -44,6 +45,7 @@ pub struct CpuBackend {
     isa: Isa,
     compute: Compute,
     maps: Vec<FileMap>,
+    slabs: Slabs,
     team: Team,
     acts: Vec<Buffer>,
     mats: Vec<Matrix>,
@@ -79,6 +81,7 @@ impl CpuBackend {
             isa,
             compute: options.compute,
             maps: Vec::new(),
+            slabs: Slabs::default(),
             team,
             acts: Vec::new(),
             mats: Vec::new(),
@@ -100,7 +103,7 @@ impl CpuBackend {
 
     fn packing(&self) -> Packing<'_> {
         let int8 = self.compute == Compute::Fast;
-        Packing { isa: self.isa, int8, team: &self.team, maps: Maps(&self.maps) }
+        Packing { isa: self.isa, int8, team: &self.team, slabs: &self.slabs, maps: Maps(&self.maps) }
     }
 
     fn keep(&mut self, matrix: Matrix) -> Result<Mat> {
