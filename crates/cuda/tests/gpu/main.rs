@@ -5,6 +5,8 @@
 //! not be the one that runs it.
 #![cfg(feature = "cuda")]
 
+mod ops;
+mod pair;
 mod probe;
 
 use std::sync::Arc;
