@@ -17,6 +17,7 @@ mod report;
 mod sampling_args;
 mod source;
 mod speak;
+mod steer_args;
 
 use std::process::ExitCode;
 

@@ -219,11 +219,16 @@ fn pack(packing: Packing<'_>, view: &TensorView<'_>) -> Result<Option<Tiles>> {
         check(view)?;
     }
     let Some(tiles) = Tiles::empty(packing.isa, view)? else { return Ok(None) };
+    let map = find(packing.maps, view.bytes);
     in_row_chunks(packing.team, view, |chunk, rows| {
         check(chunk)?;
         for tile in rows.start / CHUNK_OF..rows.end.div_ceil(CHUNK_OF) {
             // SAFETY: chunks start on whole tiles and each is handed to one worker.
             unsafe { tiles.pack_tile(view, tile) }
+        }
+        // At once, so that a matrix is never resident twice: a vocabulary's may be most of a model.
+        if let Some(map) = &map {
+            map.release(chunk.bytes);
         }
         Ok(())
     })?;

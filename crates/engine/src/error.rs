@@ -52,6 +52,8 @@ pub enum Error {
     TooLarge { what: &'static str, found: usize, limit: usize },
     #[error("the queue holds {limit} requests already; try again later")]
     QueueFull { limit: usize },
+    #[error("the engine takes no more requests: it is shutting down")]
+    ShuttingDown,
     #[error("the prompt has {tokens} tokens, the context holds {context}")]
     PromptTooLong { tokens: usize, context: usize },
     #[error("the {group:?} group has no page left: {needed} are needed, {free} are free")]
@@ -64,6 +66,8 @@ pub enum Error {
     FreePage { group: lapidary_ops::Group, page: u32 },
     #[error("plan {found} was applied, but {expected} is in flight (0: none)")]
     StalePlan { expected: u64, found: u64 },
+    #[error(transparent)]
+    Steering(#[from] lapidary_ops::SteerError),
     #[error(transparent)]
     Sampling(#[from] crate::sampling::SamplingError),
     #[error(transparent)]

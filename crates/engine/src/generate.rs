@@ -117,6 +117,11 @@ impl<'a> Generation<'a> {
         }
     }
 
+    /// The stepper that it runs on, for what the last batch left there.
+    pub fn stepper(&self) -> &Stepper {
+        self.stepper
+    }
+
     /// Counts and times so far.
     pub fn usage(&self) -> Usage {
         self.usage

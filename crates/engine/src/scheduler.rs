@@ -107,6 +107,38 @@ pub struct Submission {
     pub priority: i8,
 }
 
+/// A submission that was checked, apart from the scheduler so that another thread can do it.
+#[derive(Debug)]
+pub(crate) struct Prepared {
+    prompt: Checked<'static>,
+    max_tokens: usize,
+    stop_ids: Vec<u32>,
+    priority: i8,
+}
+
+impl Prepared {
+    /// Checks a submission against the model and the sizes.
+    ///
+    /// # Errors
+    /// As [`Scheduler::submit`], but for `QueueFull`.
+    pub fn new(config: &Config, options: &SchedulerOptions, submission: Submission) -> Result<Prepared> {
+        let Submission { prompt, max_tokens, stop_ids, priority } = submission;
+        if max_tokens == 0 {
+            return Err(Error::Zero { what: "max_tokens" });
+        }
+        let (tokens, context) = (prompt.tokens.len(), options.context);
+        if tokens > context {
+            return Err(Error::PromptTooLong { tokens, context });
+        }
+        let prompt = Checked::new(config, prompt)?;
+        let (rows, limit) = (prompt.longest_unit(), options.rows);
+        if rows > limit {
+            return Err(Error::VisionBlock { rows, limit });
+        }
+        Ok(Prepared { prompt, max_tokens, stop_ids, priority })
+    }
+}
+
 /// Names a request; never used again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RequestId(pub u64);
@@ -265,28 +297,23 @@ impl Scheduler {
     /// `QueueFull`; `Zero` for an answer of no tokens; `PromptTooLong`; `VisionBlock` for one that no batch
     /// holds; what else is wrong with the prompt. The scheduler is unchanged then.
     pub fn submit(&mut self, submission: Submission, now: Duration) -> Result<RequestId> {
-        let Submission { prompt, max_tokens, stop_ids, priority } = submission;
         if self.waiting.len() >= self.options.waiting {
             return Err(Error::QueueFull { limit: self.options.waiting });
         }
-        if max_tokens == 0 {
-            return Err(Error::Zero { what: "max_tokens" });
-        }
-        let (tokens, context) = (prompt.tokens.len(), self.options.context);
-        if tokens > context {
-            return Err(Error::PromptTooLong { tokens, context });
-        }
-        let checked = Checked::new(&self.config, prompt)?;
-        let (rows, limit) = (checked.longest_unit(), self.options.rows);
-        if rows > limit {
-            return Err(Error::VisionBlock { rows, limit });
-        }
-        self.last_id += 1;
-        let id = RequestId(self.last_id);
+        let prepared = Prepared::new(&self.config, &self.options, submission)?;
+        let id = RequestId(self.last_id + 1);
+        self.enqueue(id, prepared, now);
+        Ok(id)
+    }
+
+    /// Queues a request that was checked elsewhere, under a number that no earlier one had; whether the queue is
+    /// full was the caller's to ask.
+    pub(crate) fn enqueue(&mut self, id: RequestId, prepared: Prepared, now: Duration) {
+        self.last_id = self.last_id.max(id.0);
+        let Prepared { prompt, max_tokens, stop_ids, priority } = prepared;
         let rank = Rank::new(id, priority, now, self.options.priority_worth);
         self.ranks.insert(id, rank);
-        self.waiting.insert(rank, Sequence::new(id, checked, max_tokens, stop_ids, now));
-        Ok(id)
+        self.waiting.insert(rank, Sequence::new(id, prompt, max_tokens, stop_ids, now));
     }
 
     /// Ends a request, wherever it stands, and releases its pages at once: a batch in flight may still write
@@ -307,6 +334,20 @@ impl Scheduler {
             // Everyone chosen waits for pages of higher ones that were not: the first in rank can have them.
             chosen = self.take_pages(self.choose_first());
         }
+        self.start(chosen, now, batch)
+    }
+
+    /// [`Scheduler::next`] with rows of one request alone: when a batch of several broke, this finds out whose
+    /// fault it was. `None` when the request holds no pages or can have none, or a plan is in flight.
+    pub fn next_alone(&mut self, id: RequestId, now: Duration, batch: &mut Batch) -> Option<Plan> {
+        let rank = *self.ranks.get(&id).filter(|_| self.in_flight.is_none())?;
+        let sequence = self.running.get(&rank)?;
+        let rows = sequence.fit(sequence.cursor(), self.options.rows);
+        let chosen = self.take_pages(vec![(rank, rows)]);
+        self.start(chosen, now, batch)
+    }
+
+    fn start(&mut self, chosen: Vec<(Rank, usize)>, now: Duration, batch: &mut Batch) -> Option<Plan> {
         if chosen.is_empty() {
             return None;
         }

@@ -284,6 +284,9 @@ impl Stepper {
             b.spans.push(RowSpan { first_row: row, rows: 1, tables });
             b.heads.push(row as i32);
         }
+        if slots.iter().any(|&slot| self.set_of(Seq::Slot(slot)) >= 0) {
+            self.batch.steer = slots.iter().map(|&slot| self.set_of(Seq::Slot(slot))).collect();
+        }
         for &slot in slots {
             self.slots[slot].touch(1);
         }
@@ -388,6 +391,10 @@ impl Stepper {
         let tables = self.lane(seq).tables(&mut b, rows);
         b.spans.push(RowSpan { first_row: 0, rows, tables });
         b.heads.extend(heads.clone().map(|row| (row - chunk.start) as i32));
+        let set = self.set_of(seq);
+        if set >= 0 {
+            b.steer.resize(rows, set);
+        }
         self.batch = b;
         self.lane_mut(seq).touch(rows);
         self.run_batch(layers)?;

@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 
 use lapidary_engine::generate::{Event, FinishReason, Generation, Usage};
+use lapidary_ops::Projections;
 use lapidary_text::{Event as Part, OutputParser, StreamDecoder, Tokenizer, ToolCall};
 
 use crate::error::Result;
@@ -74,6 +75,13 @@ impl Answer<'_> {
     /// Counts and times; of the prompt, the tokens that were run and not those that were reused.
     pub fn usage(&self) -> Usage {
         self.generation.usage()
+    }
+
+    /// What the rows of the last step projected onto the directions of
+    /// [`AnswerOptions::steering`](crate::AnswerOptions::steering) before each edit; the plan's
+    /// [`edits`](crate::steering::SteerPlan::edits) say which is which.
+    pub fn projections(&self) -> &Projections {
+        self.generation.stepper().projections()
     }
 
     /// Tokens of the whole prompt.

@@ -20,6 +20,8 @@ pub mod host;
 pub mod hub;
 mod options;
 pub mod plan;
+pub mod service;
+pub mod steering;
 pub mod synth;
 pub mod text_source;
 

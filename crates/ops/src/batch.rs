@@ -30,6 +30,9 @@ pub struct Batch {
     pub heads: Vec<i32>,
     /// What the pass copies out beside the logits.
     pub taps: TapSet,
+    /// The steering set of each row, -1 for none; empty when no row is steered. Sets are given to the device with
+    /// [`Backend::steer_set`](crate::Backend::steer_set).
+    pub steer: Vec<i32>,
 }
 
 /// The rows of one sequence.
@@ -93,6 +96,8 @@ pub struct BatchShape {
     pub layers: (usize, usize),
     /// Whether the pass copies anything out beside the logits.
     pub has_taps: bool,
+    /// Whether any row is steered.
+    pub steered: bool,
 }
 
 /// What is wrong with a batch. A caller that plans batches itself has a bug when it sees one.
@@ -116,6 +121,8 @@ pub enum BatchError {
     Head { row: i32 },
     #[error("soft row {row} is outside the batch or its values are missing or not finite")]
     Soft { row: i32 },
+    #[error("row {row} asks for steering set {set}, which the device does not hold")]
+    Steer { row: usize, set: i32 },
 }
 
 impl Batch {
@@ -131,6 +138,7 @@ impl Batch {
         self.soft_values.clear();
         self.heads.clear();
         self.taps.points.clear();
+        self.steer.clear();
     }
 
     /// The shape for a pass over all `layers` layers of a model.
@@ -142,6 +150,7 @@ impl Batch {
             has_soft: !self.soft_rows.is_empty(),
             layers: (0, layers),
             has_taps: !self.taps.points.is_empty(),
+            steered: self.steer.iter().any(|&set| set >= 0),
         }
     }
 
@@ -184,6 +193,9 @@ impl Batch {
                 }
             }
         }
+        if !self.steer.is_empty() && self.steer.len() != rows {
+            return Err(BatchError::Length { column: "steer", found: self.steer.len(), rows });
+        }
         let mut next = 0;
         for span in &self.spans {
             if span.first_row != next || span.rows == 0 || span.rows > rows - next {
@@ -209,6 +221,19 @@ impl Batch {
             let finite = values.is_some_and(|v| v.iter().all(|x| x.is_finite()));
             if row < 0 || row as usize >= rows || !finite {
                 return Err(BatchError::Soft { row });
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks that every steering set that a row asks for is one of `held`, by index.
+    ///
+    /// # Errors
+    /// `Steer` for the first row that asks for another.
+    pub fn check_steer(&self, held: &dyn Fn(usize) -> bool) -> Result<(), BatchError> {
+        for (row, &set) in self.steer.iter().enumerate() {
+            if set < -1 || (set >= 0 && !held(set as usize)) {
+                return Err(BatchError::Steer { row, set });
             }
         }
         Ok(())

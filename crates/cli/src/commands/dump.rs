@@ -14,6 +14,7 @@ use crate::failure::Usage;
 use crate::load;
 use crate::model_args::{ComputeArg, LoadArgs, ModelArgs, ScaleArg};
 use crate::source;
+use crate::steer_args::SteerArgs;
 
 /// Write logits and activations of a prompt to a file.
 ///
@@ -53,6 +54,8 @@ pub struct Args {
     /// More to write, separated by commas; attn is of the layers of --layers, or of all
     #[arg(long, value_enum, value_delimiter = ',')]
     pub also: Vec<Also>,
+    #[command(flatten)]
+    pub steer: SteerArgs,
     #[command(flatten)]
     pub load: LoadArgs,
 }
@@ -114,6 +117,9 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     options.context = Some(args.load.ctx.map_or(args.tokens.len(), |c| c as usize));
     let mut stepper = load::stepper(&checkpoint, &options, &args.load.device)?;
     load::tell_notes(&stepper);
+    if let Some(steering) = args.steer.steering(&config)? {
+        stepper.set_steering(Some(&steering.plan(&config)?.set))?;
+    }
     let prompt = Prompt { tokens: args.tokens.clone(), soft };
     let captured = capture(&mut stepper, &prompt, &wanted)?;
     if let Some(c) =

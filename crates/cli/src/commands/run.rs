@@ -11,6 +11,7 @@ use crate::load;
 use crate::model_args::{ComputeFlag, LoadArgs, ModelArgs};
 use crate::sampling_args::SamplingArgs;
 use crate::speak::{Show, speak};
+use crate::steer_args::SteerArgs;
 
 /// Answer or complete one prompt.
 ///
@@ -41,6 +42,8 @@ pub struct Args {
     #[command(flatten)]
     pub sampling: SamplingArgs,
     #[command(flatten)]
+    pub steer: SteerArgs,
+    #[command(flatten)]
     pub compute: ComputeFlag,
     #[command(flatten)]
     pub load: LoadArgs,
@@ -60,7 +63,8 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     let mut gemma = load::gemma(&args.model, &args.load, args.compute.compute)?;
     let raw = raw(args, &gemma);
     let context = args.load.options(args.compute.compute).context_for(gemma.config());
-    let options = args.sampling.options(&gemma, if raw { COMPLETION_TOKENS } else { usize::MAX });
+    let mut options = args.sampling.options(&gemma, if raw { COMPLETION_TOKENS } else { usize::MAX });
+    options.steering = args.steer.steering(gemma.config())?;
     let show = if args.json { Show::Nothing } else { Show::Stream };
     let said = match raw {
         true => speak(gemma.complete(&prompt, &options)?, show, None)?,

@@ -122,8 +122,7 @@ fn attention_over_pages() {
         (4, 2, 64, Group::Sliding, Some(33), KvFormat::Q8_0, false),
         (4, 4, 64, Group::Full, None, KvFormat::F16, false),
     ] {
-        let Some(mut pair) = Pair::new() else { return };
-        pair.kv(&plan(kv_heads, d, format, window));
+        let Some(mut pair) = Pair::with(&plan(kv_heads, d, format, window)) else { return };
         let parts = if keys_are_values { 1 } else { 2 };
         let width = (heads + parts * kv_heads) * d;
         let most = 130;

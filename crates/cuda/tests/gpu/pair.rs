@@ -3,8 +3,8 @@
 use lapidary_cuda::{Compute, CudaBackend, CudaOptions};
 use lapidary_formats::{Format, encode_rows};
 use lapidary_ops::{
-    Act, ActKind, ActRows, ActSpec, Backend, Batch, BatchShape, Gain, KvPlan, Mat, Ops, PAGE_TOKENS,
-    PageTable, RowSpan, TailRows, TensorView,
+    Act, ActKind, ActRows, ActSpec, Backend, Batch, BatchShape, Gain, KvFormat, KvGroupPlan, KvPlan, Mat,
+    Ops, PAGE_TOKENS, PageTable, RowSpan, TailRows, TensorView,
 };
 use lapidary_reference::ReferenceBackend;
 
@@ -28,12 +28,22 @@ pub fn values(seed: u64, n: usize) -> Vec<f32> {
 }
 
 impl Pair {
-    /// Both, where there is a GPU.
+    /// Both, where there is a GPU; no layer has keys and values.
     pub fn new() -> Option<Pair> {
+        let none =
+            || KvGroupPlan { layers: Vec::new(), format: KvFormat::F32, pages: POOL_PAGES + 1, window: None };
+        Pair::with(&KvPlan { groups: [none(), none()] })
+    }
+
+    /// Both with pools.
+    pub fn with(plan: &KvPlan) -> Option<Pair> {
         crate::gpu()?;
         let options = CudaOptions { ordinal: 0, compute: Compute::F32 };
         let gpu = CudaBackend::new(options).expect("a GPU was seen");
-        Some(Pair { reference: ReferenceBackend::new(), gpu })
+        let mut pair = Pair { reference: ReferenceBackend::new(), gpu };
+        pair.reference.kv(plan).expect("the reference allocates");
+        pair.gpu.kv(plan).expect("the GPU allocates");
+        Some(pair)
     }
 
     pub fn pack(&mut self, parts: &[TensorView<'_>], group_rows: usize) -> Mat {
@@ -59,11 +69,6 @@ impl Pair {
         let act = self.reference.activation(spec.clone()).expect("the reference allocates");
         assert_eq!(self.gpu.activation(spec).expect("the GPU allocates"), act);
         act
-    }
-
-    pub fn kv(&mut self, plan: &KvPlan) {
-        self.reference.kv(plan).expect("the reference allocates");
-        self.gpu.kv(plan).expect("the GPU allocates");
     }
 
     /// Runs `program` over `batch` on both and returns the first `rows` rows of `out` from each; the GPU runs twice

@@ -1,6 +1,7 @@
 //! Models for the tests of this folder, on either backend.
 #![allow(dead_code, reason = "each test file uses its own part")]
 
+pub mod client;
 pub mod drive;
 pub mod files;
 pub mod spy;

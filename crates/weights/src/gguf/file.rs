@@ -7,7 +7,8 @@ use lapidary_formats::TensorView;
 
 use super::split::{self, ShardName};
 use super::{GgufError, Header, Metadata, Result, TensorInfo};
-use crate::map::{FileMap, Mapped};
+use crate::FileMap;
+use crate::map::Mapped;
 
 /// Mapped files with their headers. Opening reads the headers only; tensor data is read when views are used.
 #[derive(Debug)]
