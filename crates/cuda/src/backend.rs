@@ -5,16 +5,17 @@ use std::sync::Arc;
 use lapidary_formats::{Format, TensorView};
 use lapidary_ops::{
     Act, ActKind, ActRows, ActSpec, Backend, Batch, BatchShape, DeviceReport, Error, Gain, KernelReport,
-    KvPlan, KvRef, Mat, MemoryUse, Ops, Outcome, Result,
+    KvPlan, KvRef, Mat, MemoryUse, Ops, Outcome, Phase, Result, Tap,
 };
 
 use crate::buffers::Buffer;
-use crate::driver::{Arena, Context, DevPtr, Kernels, Pinned, Stream};
+use crate::driver::{Arena, Context, DevPtr, Event, Graph, Kernels, Pinned, Stream};
+use crate::graphs::{Graphs, Left, Plan};
 use crate::kernels::heads::{self, Cell};
 use crate::kv::KvPools;
 use crate::launch::Queue;
 use crate::matrix::{Matrix, Store};
-use crate::ops::CudaOps;
+use crate::ops::{CudaOps, Mode, check_ids};
 use crate::upload::Upload;
 use crate::workspace::Workspace;
 
@@ -35,6 +36,10 @@ pub struct CudaOptions {
     pub ordinal: usize,
     /// Arithmetic mode.
     pub compute: Compute,
+    /// Whether to measure the time of each phase, which costs a little of it.
+    pub profile: bool,
+    /// Whether every pass runs as it is, none is recorded: for comparisons.
+    pub eager: bool,
 }
 
 /// Weights and activations are taken from the device in pieces of this size.
@@ -44,8 +49,9 @@ const ARENA_BLOCK: usize = 64 << 20;
 ///
 /// Fields are dropped in order, the memory that queued work may use after [`Drop`] has waited for it.
 pub struct CudaBackend {
-    pub(crate) compute: Compute,
-    pub(crate) stream: Stream,
+    pub(crate) options: CudaOptions,
+    graphs: Graphs,
+    pub(crate) stream: Arc<Stream>,
     pub(crate) kernels: Kernels,
     pub(crate) mats: Vec<Matrix>,
     /// By handle: place and length.
@@ -57,6 +63,8 @@ pub struct CudaBackend {
     weights: Arena,
     activations: Arena,
     uploaded: bool,
+    /// Counts what was allocated since the start; a recording from before the last of it is stale.
+    moves: usize,
     /// Where the chosen tokens arrive.
     chosen: Option<Pinned>,
     /// What the last run leaves beside them, once it is done.
@@ -67,10 +75,12 @@ pub struct CudaBackend {
 /// A run that was queued and not yet collected.
 #[derive(Debug)]
 pub(crate) struct Pending {
-    /// Chosen tokens to read; none where the pass had no head.
-    pub tokens: usize,
+    /// What the pass leaves besides values; where it was recorded, its marks are the recording's.
+    pub left: Left,
     /// What was copied out.
-    pub taps: Vec<lapidary_ops::Tap>,
+    pub taps: Vec<Tap>,
+    /// The shape, where the pass is a repeated recording.
+    pub repeated: Option<BatchShape>,
 }
 
 impl CudaBackend {
@@ -82,8 +92,9 @@ impl CudaBackend {
         let context = Context::new(options.ordinal)
             .map_err(|e| Error::Unsupported { device: "cuda".into(), what: e.to_string() })?;
         Ok(CudaBackend {
-            compute: options.compute,
-            stream: Stream::new(&context)?,
+            options,
+            graphs: Graphs::default(),
+            stream: Arc::new(Stream::new(&context)?),
             kernels: Kernels::new(&context),
             mats: Vec::new(),
             gains: Vec::new(),
@@ -94,6 +105,7 @@ impl CudaBackend {
             weights: Arena::new(&context, "weights", ARENA_BLOCK),
             activations: Arena::new(&context, "activations", ARENA_BLOCK),
             uploaded: false,
+            moves: 0,
             chosen: None,
             pending: None,
             context,
@@ -119,7 +131,65 @@ impl CudaBackend {
     fn keep(&mut self, matrix: Matrix) -> Result<Mat> {
         let handle = Mat(u32::try_from(self.mats.len()).map_err(|_| too_many("matrices"))?);
         self.mats.push(matrix);
+        self.moves += 1;
         Ok(handle)
+    }
+
+    /// How often anything that recordings point to has moved.
+    fn moved(&self) -> usize {
+        self.moves + self.upload.moves + self.workspace.moves
+    }
+
+    /// Recorded passes that are kept.
+    pub fn recordings(&self) -> usize {
+        self.graphs.len()
+    }
+
+    /// Queues a pass verb by verb.
+    fn run_once(&mut self, shape: &BatchShape, program: &(dyn Fn(&mut dyn Ops) + Sync)) -> Result<Pending> {
+        let mut ops = CudaOps::new(self, shape.rows, Mode::Run);
+        program(&mut ops);
+        let pending = ops.finish()?;
+        self.graphs.ran(shape, self.moved());
+        Ok(pending)
+    }
+
+    /// Records a pass of a shape that ran before.
+    fn record(&mut self, shape: &BatchShape, program: &(dyn Fn(&mut dyn Ops) + Sync)) -> Result<()> {
+        let stream = self.stream.clone();
+        let (mut left, mut failed) = (Left::default(), None);
+        let graph = Graph::record(&stream, || {
+            let mut ops = CudaOps::new(self, shape.rows, Mode::Record);
+            program(&mut ops);
+            match ops.finish() {
+                Ok(pending) => left = pending.left,
+                Err(e) => failed = Some(e),
+            }
+            Ok(())
+        });
+        if let Some(e) = failed {
+            return Err(e);
+        }
+        self.graphs.keep(shape, graph?, left);
+        Ok(())
+    }
+
+    /// Queues the recording of a pass over the uploaded batch.
+    fn repeat(&mut self, shape: &BatchShape) -> Result<Pending> {
+        let gone = || Error::Device("a recorded pass is gone".into());
+        let recorded = self.graphs.get(shape).ok_or_else(gone)?;
+        let batch = &self.upload.batch;
+        for (ids, below) in [&batch.tokens, &batch.per_layer_tokens].into_iter().zip(recorded.left.below) {
+            check_ids(ids, below.unwrap_or(i32::MAX))?;
+        }
+        // SAFETY: nothing that the recording points to has moved since, and the backend waits before it frees any.
+        unsafe { recorded.graph.launch(&self.stream)? };
+        let left = Left {
+            tokens: recorded.left.tokens,
+            weight_bytes: recorded.left.weight_bytes,
+            ..Left::default()
+        };
+        Ok(Pending { left, taps: Vec::new(), repeated: Some(shape.clone()) })
     }
 
     /// Waits for queued work, so that memory it uses may be changed.
@@ -133,7 +203,7 @@ impl std::fmt::Debug for CudaBackend {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("CudaBackend")
             .field("device", &self.context.info)
-            .field("compute", &self.compute)
+            .field("options", &self.options)
             .field("matrices", &self.mats.len())
             .finish_non_exhaustive()
     }
@@ -152,14 +222,14 @@ impl Backend for CudaBackend {
         let kernels = Format::ALL.map(|format| KernelReport {
             format,
             kernel: "decoded to f32, f32 x f32".into(),
-            fallback: self.compute == Compute::Fast,
+            fallback: self.options.compute == Compute::Fast,
         });
         DeviceReport {
             backend: "cuda",
             device: info.name.clone(),
             level: format!("sm_{}", info.arch),
             units: info.multiprocessors as usize,
-            mode: match self.compute {
+            mode: match self.options.compute {
                 Compute::F32 => "f32",
                 Compute::Fast => "fast",
             },
@@ -199,13 +269,14 @@ impl Backend for CudaBackend {
     fn activation(&mut self, spec: ActSpec) -> Result<Act> {
         self.context.bind()?;
         let handle = Act(u16::try_from(self.acts.len()).map_err(|_| too_many("activations"))?);
-        let half = self.compute == Compute::Fast;
+        let half = self.options.compute == Compute::Fast;
         self.acts.push(Buffer::new(&mut self.activations, &self.stream, spec, half)?);
         Ok(handle)
     }
 
     fn kv(&mut self, plan: &KvPlan) -> Result<()> {
         self.settle()?;
+        self.moves += 1;
         self.kv.resize(&self.context, &self.stream, plan)
     }
 
@@ -232,9 +303,12 @@ impl Backend for CudaBackend {
         }
         self.context.bind()?;
         self.pending = None;
-        let mut ops = CudaOps::new(self, shape.rows);
-        program(&mut ops);
-        let done = ops.finish();
+        let plan = if self.options.eager { Plan::Run } else { self.graphs.plan(shape, self.moved()) };
+        let done = match plan {
+            Plan::Run => self.run_once(shape, program),
+            Plan::Record => self.record(shape, program).and_then(|()| self.repeat(shape)),
+            Plan::Repeat => self.repeat(shape),
+        };
         let pending = match done {
             Ok(pending) => pending,
             Err(e) => {
@@ -243,7 +317,7 @@ impl Backend for CudaBackend {
                 return Err(e);
             }
         };
-        let bytes = pending.tokens * 4;
+        let bytes = pending.left.tokens * 4;
         if self.chosen.as_ref().is_none_or(|p| p.bytes().len() < bytes) {
             self.chosen = Some(Pinned::new(&self.context, bytes.next_power_of_two().max(1024))?);
         }
@@ -260,8 +334,13 @@ impl Backend for CudaBackend {
         let pending = pending.ok_or_else(|| Error::Device("there is no finished pass to collect".into()))?;
         self.settle()?;
         let bytes = self.chosen.as_ref().map_or(&[][..], Pinned::bytes);
-        let argmax = bytes.as_chunks::<4>().0.iter().take(pending.tokens).map(|&b| i32::from_le_bytes(b));
-        Ok(Outcome { argmax: argmax.collect(), taps: pending.taps })
+        let argmax =
+            bytes.as_chunks::<4>().0.iter().take(pending.left.tokens).map(|&b| i32::from_le_bytes(b));
+        let argmax = argmax.collect();
+        let recorded = pending.repeated.as_ref().and_then(|shape| self.graphs.get(shape));
+        let phases = phases(&recorded.map_or(&pending.left, |r| &r.left).marks)?;
+        let weight_bytes = pending.left.weight_bytes;
+        Ok(Outcome { argmax, taps: pending.taps, phases, weight_bytes, ..Outcome::default() })
     }
 
     fn read(&mut self, act: Act, rows: usize, out: &mut Vec<f32>) -> Result<()> {
@@ -324,6 +403,20 @@ impl Backend for CudaBackend {
             kv: self.kv.bytes(),
         }
     }
+}
+
+/// Microseconds between marks, added up by phase, in the order in which phases first began.
+fn phases(marks: &[(Option<Phase>, Event)]) -> Result<Vec<(Phase, f64)>> {
+    let mut sums: Vec<(Phase, f64)> = Vec::new();
+    for pair in marks.windows(2) {
+        let Some(phase) = pair[0].0 else { continue };
+        let micros = pair[1].1.micros_since(&pair[0].1)?;
+        match sums.iter_mut().find(|(p, _)| *p == phase) {
+            Some((_, sum)) => *sum += micros,
+            None => sums.push((phase, micros)),
+        }
+    }
+    Ok(sums)
 }
 
 fn too_many(what: &str) -> Error {

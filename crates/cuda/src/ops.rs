@@ -1,40 +1,71 @@
 //! The verbs, mapped to launches.
 
 use lapidary_ops::{
-    Act, Activation, AttnSpec, Error, ExpertSpec, Gain, Mat, Norm, Ops, PerLayerSpec, QkvSpec, Result,
+    Act, Activation, AttnSpec, Error, ExpertSpec, Gain, Mat, Norm, Ops, PerLayerSpec, Phase, QkvSpec, Result,
     RouteSpec, Tap, TapPoint, ValueSource,
 };
 
 use crate::args::{MatrixArgs, Pool, Rows};
 use crate::backend::{CudaBackend, Pending};
-use crate::driver::DevPtr;
+use crate::driver::{DevPtr, Event};
+use crate::graphs::Left;
 use crate::kernels::attention::{self, AttentionArgs};
 use crate::kernels::heads::{self, FinishArgs, MOST_HEAD_DIM};
 use crate::kernels::product::{self, Grouped};
 use crate::kernels::{route, rows};
 use crate::workspace::Piece;
 
+/// What becomes of what verbs queue.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Mode {
+    /// It is done.
+    Run,
+    /// It is recorded; nothing may be waited for.
+    Record,
+}
+
 /// One run of a program: queues each verb, and keeps the first failure.
 pub(crate) struct CudaOps<'a> {
     on: &'a mut CudaBackend,
+    mode: Mode,
     /// Active rows.
     rows: usize,
     kept: bool,
-    tokens: usize,
+    left: Left,
     taps: Vec<Tap>,
     failed: Option<Error>,
 }
 
 impl<'a> CudaOps<'a> {
-    pub fn new(on: &'a mut CudaBackend, rows: usize) -> Self {
-        CudaOps { on, rows, kept: false, tokens: 0, taps: Vec::new(), failed: None }
+    pub fn new(on: &'a mut CudaBackend, rows: usize, mode: Mode) -> Self {
+        CudaOps { on, mode, rows, kept: false, left: Left::default(), taps: Vec::new(), failed: None }
     }
 
     /// What the run leaves, or its first failure.
-    pub fn finish(self) -> Result<Pending> {
+    pub fn finish(mut self) -> Result<Pending> {
+        self.note(None);
         match self.failed {
             Some(e) => Err(e),
-            None => Ok(Pending { tokens: self.tokens, taps: self.taps }),
+            None => Ok(Pending { left: self.left, taps: self.taps, repeated: None }),
+        }
+    }
+
+    /// Notes when a phase begins, or the pass ends, where times are asked for.
+    fn note(&mut self, phase: Option<Phase>) {
+        if !self.on.options.profile || self.failed.is_some() {
+            return;
+        }
+        let record = || {
+            let event = Event::timed(self.on.context())?;
+            match self.mode {
+                Mode::Run => event.record(&self.on.stream)?,
+                Mode::Record => event.record_in_graph(&self.on.stream)?,
+            }
+            Ok(event)
+        };
+        match record() {
+            Ok(event) => self.left.marks.push((phase, event)),
+            Err(e) => self.failed = Some(e),
         }
     }
 
@@ -75,16 +106,14 @@ impl<'a> CudaOps<'a> {
         }
     }
 
-    /// Checks ids against the table that they index: kernels follow them.
-    fn check_ids(&self, ids: &[i32], table: Mat) -> Result<()> {
+    /// Checks ids against the table that they index, and notes that those of later batches must be too.
+    fn ids_below(&mut self, column: usize, table: Mat) -> Result<()> {
         let rows = self.mat(table).rows;
-        match ids.iter().position(|&id| id < 0 || id >= rows) {
-            None => Ok(()),
-            Some(row) => {
-                let (token, vocab) = (ids[row], rows as usize);
-                Err(Error::Batch(lapidary_ops::BatchError::Token { row, token, vocab }))
-            }
-        }
+        let batch = &self.on.upload.batch;
+        check_ids([&batch.tokens, &batch.per_layer_tokens][column], rows)?;
+        let below = &mut self.left.below[column];
+        *below = Some(below.map_or(rows, |b| b.min(rows)));
+        Ok(())
     }
 
     fn product(&mut self, out: Act, x: Act, w: Mat, softcap: Option<f32>) -> Result<()> {
@@ -128,6 +157,17 @@ impl<'a> CudaOps<'a> {
     }
 }
 
+/// Whether every id is a row of a table of `rows`: kernels follow them.
+pub(crate) fn check_ids(ids: &[i32], rows: i32) -> Result<()> {
+    match ids.iter().position(|&id| id < 0 || id >= rows) {
+        None => Ok(()),
+        Some(row) => {
+            let (token, vocab) = (ids[row], rows as usize);
+            Err(Error::Batch(lapidary_ops::BatchError::Token { row, token, vocab }))
+        }
+    }
+}
+
 /// Widths are verified when a model is built; a kernel that would leave its buffers is refused once more here.
 fn same(verb: &str, found: i32, expected: i32) -> Result<()> {
     match found == expected {
@@ -140,7 +180,7 @@ impl Ops for CudaOps<'_> {
     fn embed(&mut self, out: Act, table: Mat, scale: f32) {
         self.verb(|s| {
             s.all_rows("embed")?;
-            s.check_ids(&s.on.upload.batch.tokens, table)?;
+            s.ids_below(0, table)?;
             let (o, t, tokens) = (s.act(out), s.mat(table), s.on.upload.columns.tokens);
             same("embed", o.width, t.cols)?;
             // SAFETY: tokens are rows of the table, and widths agree.
@@ -310,7 +350,7 @@ impl Ops for CudaOps<'_> {
     fn per_layer_inputs(&mut self, out: Act, context: Act, spec: &PerLayerSpec) {
         self.verb(|s| {
             s.all_rows("per_layer_inputs")?;
-            s.check_ids(&s.on.upload.batch.per_layer_tokens, spec.table)?;
+            s.ids_below(1, spec.table)?;
             let (o, c, table) = (s.act(out), s.act(context), s.mat(spec.table));
             let width = (spec.layers * spec.width) as i32;
             same("per_layer_inputs", o.width, width)?;
@@ -372,7 +412,7 @@ impl Ops for CudaOps<'_> {
             let scratch = workspace.get(Piece::Argmax, stream, most * rows::ARGMAX_PARTS * 8)?;
             // SAFETY: both pieces hold as many rows as the logits do.
             unsafe { rows::argmax(s.on.queue(), out, s.act(logits), scratch, s.rows)? }
-            s.tokens = s.rows;
+            s.left.tokens = s.rows;
             Ok(())
         });
     }
@@ -396,5 +436,9 @@ impl Ops for CudaOps<'_> {
             // SAFETY: widths agree.
             unsafe { Ok(rows::norm_add(s.on.queue(), o, v, gain, norm.eps, s.rows)?) }
         });
+    }
+
+    fn mark(&mut self, phase: Phase) {
+        self.note(Some(phase));
     }
 }

@@ -22,8 +22,7 @@ pub enum SteerMode {
 
 impl SteerMode {
     /// Every mode.
-    pub const ALL: [SteerMode; 4] =
-        [SteerMode::Add, SteerMode::Ablate, SteerMode::Clamp, SteerMode::Renorm];
+    pub const ALL: [SteerMode; 4] = [SteerMode::Add, SteerMode::Ablate, SteerMode::Clamp, SteerMode::Renorm];
 
     /// The name in flags and files.
     pub const fn name(self) -> &'static str {
@@ -87,7 +86,12 @@ impl SteerEdit {
     ///
     /// # Errors
     /// `Direction` for one that has no length.
-    pub fn new(layer: usize, mode: SteerMode, strength: f32, direction: &[f32]) -> Result<SteerEdit, SteerError> {
+    pub fn new(
+        layer: usize,
+        mode: SteerMode,
+        strength: f32,
+        direction: &[f32],
+    ) -> Result<SteerEdit, SteerError> {
         // In float64, so that neither a long nor a tiny direction overflows.
         let norm = direction.iter().map(|&v| f64::from(v) * f64::from(v)).sum::<f64>().sqrt();
         if !(norm.is_finite() && norm as f32 > 0.0 && (norm as f32).is_finite()) {
@@ -124,8 +128,7 @@ impl SteerSet {
             if edit.unit.len() != width {
                 return Err(SteerError::Width { layer, found: edit.unit.len(), expected: width });
             }
-            let numbers =
-                [("strength", edit.strength), ("to", edit.to), ("gate", edit.gate.unwrap_or(0.0))];
+            let numbers = [("strength", edit.strength), ("to", edit.to), ("gate", edit.gate.unwrap_or(0.0))];
             if let Some((field, _)) = numbers.iter().find(|(_, v)| !v.is_finite()) {
                 return Err(SteerError::Number { field, layer });
             }

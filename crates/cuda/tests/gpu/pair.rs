@@ -38,7 +38,7 @@ impl Pair {
     /// Both with pools.
     pub fn with(plan: &KvPlan) -> Option<Pair> {
         crate::gpu()?;
-        let options = CudaOptions { ordinal: 0, compute: Compute::F32 };
+        let options = CudaOptions { compute: Compute::F32, ..CudaOptions::default() };
         let gpu = CudaBackend::new(options).expect("a GPU was seen");
         let mut pair = Pair { reference: ReferenceBackend::new(), gpu };
         pair.reference.kv(plan).expect("the reference allocates");
