@@ -7,7 +7,7 @@ use lapidary_formats::{FileMap, Format, TensorView};
 use crate::batch::{Batch, BatchError, BatchShape};
 use crate::handles::{Act, ActSpec, Gain, Mat};
 use crate::kv::{KvPlan, KvRef};
-use crate::ops::{Ops, TapPoint};
+use crate::ops::{Ops, Phase, TapPoint};
 use crate::steer::{Projections, SteerSet};
 
 /// What a backend can fail with.
@@ -44,6 +44,10 @@ pub struct Outcome {
     pub taps: Vec<Tap>,
     /// What steered rows projected onto their directions; empty when no row was steered.
     pub projections: Projections,
+    /// Microseconds that each phase took on the device, for a backend that was made to measure them; else empty.
+    pub phases: Vec<(Phase, f64)>,
+    /// Bytes of weights that the pass read, for a backend that counts them; else 0.
+    pub weight_bytes: u64,
 }
 
 /// One copied activation, `[rows, width]` float32.
@@ -154,6 +158,9 @@ pub trait Backend: Send + fmt::Debug {
 
     /// Carries out `program`, a straight-line function of the model and `shape`. Returns once the work is
     /// done or queued.
+    ///
+    /// Programs for equal shapes whose rows are all head rows and none of them soft are the same verbs, so that a
+    /// backend may record the first and repeat it. Anything else (a sublayer alone) is given soft rows.
     fn run(&mut self, shape: &BatchShape, program: &(dyn Fn(&mut dyn Ops) + Sync)) -> Result<()>;
 
     /// Waits for the oldest run and hands over what it left.
