@@ -39,6 +39,7 @@ mod error;
 pub mod kernels;
 #[cfg(feature = "cuda")]
 pub mod launch;
+pub mod pack;
 
 #[cfg(feature = "cuda")]
 pub use error::{Error, Result};
