@@ -57,6 +57,7 @@ mod ops;
 mod upload;
 #[cfg(feature = "cuda")]
 mod workspace;
+pub mod pack;
 
 #[cfg(feature = "cuda")]
 pub use backend::{Compute, CudaBackend, CudaOptions};
