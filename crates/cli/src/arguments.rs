@@ -2,7 +2,9 @@
 
 use clap::{Parser, Subcommand};
 
-use crate::commands::{batch, bench, chat, check, completions, convert, dump, inspect, run, serve, steer, synth, tokenize};
+use crate::commands::{
+    batch, bench, chat, check, completions, convert, dump, inspect, run, serve, steer, synth, tokenize,
+};
 #[cfg(feature = "hub")]
 use crate::commands::{list, pull, rm};
 

@@ -53,11 +53,11 @@ pub mod launch;
 mod matrix;
 #[cfg(feature = "cuda")]
 mod ops;
+pub mod pack;
 #[cfg(feature = "cuda")]
 mod upload;
 #[cfg(feature = "cuda")]
 mod workspace;
-pub mod pack;
 
 #[cfg(feature = "cuda")]
 pub use backend::{Compute, CudaBackend, CudaOptions};
