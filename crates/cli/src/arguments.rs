@@ -2,7 +2,9 @@
 
 use clap::{Parser, Subcommand};
 
-use crate::commands::{batch, bench, chat, check, completions, dump, inspect, run, serve, synth, tokenize};
+use crate::commands::{
+    batch, bench, chat, check, completions, convert, dump, inspect, run, serve, steer, synth, tokenize,
+};
 #[cfg(feature = "hub")]
 use crate::commands::{list, pull, rm};
 
@@ -33,6 +35,7 @@ pub enum Command {
     Inspect(inspect::Args),
     Check(check::Args),
     Dump(dump::Args),
+    Convert(convert::Args),
     Tokenize(tokenize::Args),
     #[cfg(feature = "hub")]
     Pull(pull::Args),
@@ -41,6 +44,7 @@ pub enum Command {
     #[cfg(feature = "hub")]
     Rm(rm::Args),
     Bench(bench::Args),
+    Steer(steer::Args),
     Synth(synth::Args),
     Completions(completions::Args),
 }

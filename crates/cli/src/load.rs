@@ -15,12 +15,7 @@ pub fn plan(checkpoint: &Checkpoint, config: &Config, options: &LoadOptions) -> 
     plan_for(checkpoint, config, options, 1)
 }
 
-fn plan_for(
-    checkpoint: &Checkpoint,
-    config: &Config,
-    options: &LoadOptions,
-    sequences: usize,
-) -> MemoryPlan {
+fn plan_for(checkpoint: &Checkpoint, config: &Config, options: &LoadOptions, sequences: usize) -> MemoryPlan {
     let context = options.context_for(config);
     let limits = Limits { rows: options.chunk.clamp(1, context.max(1)), head_rows: options.head_rows.max(1) };
     let kv = [options.kv_format(); 2];

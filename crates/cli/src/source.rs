@@ -28,7 +28,13 @@ pub fn short_name(args: &ModelArgs) -> String {
     let Some(model) = &args.model else { return "lapidary".to_string() };
     let path = Path::new(model);
     match path.exists() {
-        true => path.file_stem().filter(|_| path.is_file()).or(path.file_name()).unwrap_or(model).to_string_lossy().into_owned(),
+        true => path
+            .file_stem()
+            .filter(|_| path.is_file())
+            .or(path.file_name())
+            .unwrap_or(model)
+            .to_string_lossy()
+            .into_owned(),
         false => model.to_string_lossy().into_owned(),
     }
 }

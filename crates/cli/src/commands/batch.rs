@@ -40,7 +40,8 @@ pub struct Args {
 }
 
 pub fn run(args: &Args) -> anyhow::Result<()> {
-    let service = load::service(&args.model, &args.load, args.compute.compute, args.service.options(args.strict))?;
+    let service =
+        load::service(&args.model, &args.load, args.compute.compute, args.service.options(args.strict))?;
     let mut names = args.served_model_name.clone();
     names.push(source::short_name(&args.model));
     let app = App::new(ServerOptions { names, strict: args.strict, ..ServerOptions::default() });
@@ -48,7 +49,9 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let mut bar = Bar::new("answering", Unit::Requests);
     let parallel = args.service.parallel as usize;
-    let work = batch::run(&app, &args.input, &args.output, parallel, |done, total| bar.at(done as u64, total as u64));
+    let work = batch::run(&app, &args.input, &args.output, parallel, |done, total| {
+        bar.at(done as u64, total as u64)
+    });
     let tally = runtime.block_on(work)?;
     drop(bar);
     eprintln!(

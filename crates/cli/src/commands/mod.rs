@@ -6,6 +6,7 @@ pub mod bench_serve;
 pub mod chat;
 pub mod check;
 pub mod completions;
+pub mod convert;
 pub mod dump;
 pub mod inspect;
 #[cfg(feature = "hub")]
@@ -16,6 +17,7 @@ pub mod pull;
 pub mod rm;
 pub mod run;
 pub mod serve;
+pub mod steer;
 pub mod synth;
 pub mod tokenize;
 
@@ -34,6 +36,7 @@ pub fn run(command: Command) -> anyhow::Result<ExitCode> {
         Command::Inspect(args) => done(inspect::run(&args)),
         Command::Check(args) => check::run(&args),
         Command::Dump(args) => done(dump::run(&args)),
+        Command::Convert(args) => done(convert::run(&args)),
         Command::Tokenize(args) => done(tokenize::run(&args)),
         #[cfg(feature = "hub")]
         Command::Pull(args) => done(pull::run(&args)),
@@ -42,6 +45,7 @@ pub fn run(command: Command) -> anyhow::Result<ExitCode> {
         #[cfg(feature = "hub")]
         Command::Rm(args) => done(rm::run(&args)),
         Command::Bench(args) => done(bench::run(&args)),
+        Command::Steer(args) => done(steer::run(&args)),
         Command::Synth(args) => done(synth::run(&args)),
         Command::Completions(args) => done(completions::run(&args)),
     }

@@ -161,7 +161,8 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     let stop = runtime.block_on(async { listen::stop_signal() })?;
     let limits = ListenOptions { drain: Duration::from_secs(args.drain), ..ListenOptions::default() };
     let serving = runtime.spawn(listen::serve(listener, tls, app.clone(), limits, stop));
-    let service = load::service(&args.model, &args.load, args.compute.compute, args.service.options(args.strict))?;
+    let service =
+        load::service(&args.model, &args.load, args.compute.compute, args.service.options(args.strict))?;
     eprintln!("serving {} on {scheme}://{bound}", app.options().names.join(", "));
     app.serve(Arc::new(service));
     runtime.block_on(serving)??;
