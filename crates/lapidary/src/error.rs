@@ -17,6 +17,10 @@ pub enum Error {
     Engine(#[from] lapidary_engine::Error),
     #[error(transparent)]
     Text(#[from] lapidary_text::Error),
+    #[error(transparent)]
+    Capture(#[from] crate::capture::CaptureError),
+    #[error(transparent)]
+    Steering(#[from] crate::steering::SteeringError),
     #[error("{path}: {source}")]
     Io { path: PathBuf, source: std::io::Error },
     #[error("{path} has no tokenizer: {expected} is needed for text (ids can be fed without)")]

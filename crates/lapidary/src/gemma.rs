@@ -8,7 +8,7 @@ use lapidary_cpu::{CpuBackend, CpuOptions};
 use lapidary_engine::generate::{Generation, Request};
 use lapidary_engine::{Prompt, Runner, Stepper};
 use lapidary_model::{BuildOptions, Config, Family, Limits, Model, Progress};
-use lapidary_ops::Backend;
+use lapidary_ops::{Backend, SteerSet};
 use lapidary_text::{
     Builtin, ChatInput, ChatTemplate, OutputOptions, OutputParser, Specials, StreamDecoder, Tokenizer, Tools,
 };
@@ -16,10 +16,12 @@ use lapidary_weights::Checkpoint;
 use serde_json::Value;
 
 use crate::answer::{Answer, Reader};
+use crate::capture::Recording;
 use crate::defaults::Defaults;
 use crate::error::{Error, Result};
 use crate::options::{AnswerOptions, LoadOptions};
 use crate::text_source;
+use crate::trace::Tracing;
 
 /// Where the chat template came from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,6 +57,8 @@ pub struct Gemma {
     load_time: Duration,
     /// Ids whose keys and values the stepper holds.
     fed: Vec<u32>,
+    /// How the stepper's rows were steered.
+    fed_steered: Option<SteerSet>,
 }
 
 impl Gemma {
@@ -89,6 +93,7 @@ impl Gemma {
             notes,
             load_time: start.elapsed(),
             fed: Vec::new(),
+            fed_steered: None,
         })
     }
 
@@ -107,6 +112,7 @@ impl Gemma {
     /// # Errors
     /// What the engine refuses.
     pub fn complete_ids(&mut self, ids: &[u32], options: &AnswerOptions) -> Result<Answer<'_>> {
+        self.steer(options)?;
         let Gemma { stepper, tokenizer, fed, defaults, .. } = self;
         let reader = Reader::Raw(StreamDecoder::without_specials(tokenizer));
         start(stepper, fed, &defaults.stop_ids, reader, ids, options)
@@ -119,9 +125,10 @@ impl Gemma {
     /// [`Error::UnreadablePart`] for a picture or a sound, which are not read; what the template or the engine
     /// refuses.
     pub fn chat(&mut self, input: &ChatInput, options: &AnswerOptions) -> Result<Answer<'_>> {
-        let Gemma { stepper, tokenizer, fed, defaults, template, .. } = self;
         refuse_unreadable_parts(input)?;
-        let prompt = template.encode(tokenizer, input)?;
+        let prompt = self.template.encode(&self.tokenizer, input)?;
+        self.steer(options)?;
+        let Gemma { stepper, tokenizer, fed, defaults, .. } = self;
         let output = OutputOptions {
             tools: Tools::new(&input.tools),
             stop_ids: defaults.stop_ids.clone(),
@@ -133,7 +140,14 @@ impl Gemma {
 
     /// Answer options with the checkpoint's own sampling.
     pub fn answer_options(&self, max_tokens: usize) -> AnswerOptions {
-        AnswerOptions { sampling: self.defaults.sampling.clone(), max_tokens, ignore_eos: false }
+        AnswerOptions {
+            sampling: self.defaults.sampling.clone(),
+            max_tokens,
+            ignore_eos: false,
+            steering: None,
+            capture: None,
+            trace: None,
+        }
     }
 
     /// The checkpoint's own choices.
@@ -161,11 +175,32 @@ impl Gemma {
         &self.stepper.model().config
     }
 
-    /// The step API, at the start of an empty single sequence; the next answer starts afresh too.
+    /// The step API, at the start of an empty single sequence without steering; the next answer starts afresh too.
     pub fn stepper(&mut self) -> &mut Stepper {
         self.fed.clear();
+        self.fed_steered = None;
         self.stepper.reset();
+        // The set no longer applies even where a device fails to give its memory back.
+        let _ = self.stepper.set_steering(None);
+        self.stepper.set_capture(&[]);
         &mut self.stepper
+    }
+
+    /// Steers what comes as `options` ask. Rows that were steered otherwise are not what a prompt's would be, so they
+    /// are run again.
+    fn steer(&mut self, options: &AnswerOptions) -> Result<()> {
+        let steering = options.steering.as_deref().filter(|s| !s.vectors.is_empty());
+        let set = match steering {
+            None => None,
+            Some(steering) => Some(steering.plan(&self.stepper.model().config)?.set),
+        };
+        self.stepper.set_steering(set.as_ref())?;
+        if set != self.fed_steered {
+            self.fed.clear();
+            self.stepper.reset();
+            self.fed_steered = set;
+        }
+        Ok(())
     }
 
     /// The runner, for reports.
@@ -208,9 +243,14 @@ fn start<'a>(
     ids: &[u32],
     options: &AnswerOptions,
 ) -> Result<Answer<'a>> {
+    let recording = match &options.capture {
+        None => None,
+        Some(spec) => Some(Recording::new(spec, &stepper.model().config, ids.len())?),
+    };
     let common = ids.iter().zip(fed.iter()).take_while(|(a, b)| a == b).count();
-    // At least one token must run to have logits.
+    // At least one token must run to have logits, and all that are captured.
     let keep = common.min(ids.len().saturating_sub(1)).min(stepper.cursor());
+    let keep = recording.as_ref().map_or(keep, |r| keep.min(r.first_of_prompt()));
     let reused = match stepper.rewind(keep) {
         Ok(()) => keep,
         Err(_) => {
@@ -235,6 +275,8 @@ fn start<'a>(
         reused,
         ids: Vec::new(),
         call: None,
+        recording,
+        tracing: options.trace.map(Tracing::new),
         ready: VecDeque::new(),
         done: false,
     })

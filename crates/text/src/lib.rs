@@ -25,5 +25,5 @@ pub use output::{Event, Finish, OutputOptions, OutputParser, Reply};
 pub use stops::StopStrings;
 pub use stream::StreamDecoder;
 pub use template::{Builtin, ChatInput, ChatTemplate, fold_tool_messages, parse_call_arguments};
-pub use tokenizer::{GgufVocab, SpecialIds, Specials, Tokenizer};
+pub use tokenizer::{GgufVocab, SpecialIds, Specials, Strings, Tokenizer};
 pub use tools::{CallText, ToolCall, Tools};

@@ -24,6 +24,15 @@ impl Reply {
         Reply { index, events, _cancel: CancelOnDrop(Some(cancel)) }
     }
 
+    /// A reply whose events come from elsewhere than an engine: what tests of a face are made of.
+    pub fn scripted(
+        index: usize,
+        events: UnboundedReceiver<ServiceEvent>,
+        cancel: impl FnOnce() + Send + Sync + 'static,
+    ) -> Self {
+        Reply::new(index, events, Box::new(cancel))
+    }
+
     /// Which of the request's replies this is, from 0.
     pub fn index(&self) -> usize {
         self.index
