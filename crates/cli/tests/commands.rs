@@ -7,7 +7,7 @@ use std::time::Instant;
 use clap_words::every_flag;
 use common::{command, finish, golden, json, lapidary, lapidary_with_input, pebble, root};
 
-const COMMANDS: [&str; 12] = [
+const COMMANDS: [&str; 13] = [
     "run",
     "chat",
     "inspect",
@@ -18,6 +18,7 @@ const COMMANDS: [&str; 12] = [
     "list",
     "rm",
     "bench",
+    "steer",
     "synth",
     "completions",
 ];
@@ -78,6 +79,7 @@ mod clap_words {
             "bench" => {
                 &["--prompt", "-p", "--generate", "-n", "--threads", "-t", "--repetitions", "-r", "--json"]
             }
+            "steer" => &["fit", "show"],
             "synth" => {
                 &["MODEL", "FORMAT", "--output", "-o", "--layers", "--seed", "--sparse", "--tokenizer"]
             }

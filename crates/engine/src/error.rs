@@ -71,6 +71,8 @@ pub enum Error {
     #[error("plan {found} was applied, but {expected} is in flight (0: none)")]
     StalePlan { expected: u64, found: u64 },
     #[error(transparent)]
+    Steering(#[from] lapidary_ops::SteerError),
+    #[error(transparent)]
     Sampling(#[from] crate::sampling::SamplingError),
     #[error(transparent)]
     Backend(#[from] lapidary_ops::Error),

@@ -22,6 +22,7 @@ mod runner;
 pub mod sampling;
 pub mod scheduler;
 mod slots;
+mod steering;
 mod stepper;
 mod worker;
 

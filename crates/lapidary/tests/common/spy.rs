@@ -9,8 +9,8 @@ use lapidary_engine::{Runner, Stepper};
 use lapidary_model::{BuildOptions, Config, Limits, Model};
 use lapidary_ops::{
     Act, ActSpec, Activation, AttnSpec, Backend, Batch, BatchShape, DeviceReport, ExpertSpec, Gain, KvPlan,
-    KvRef, Mat, MemoryUse, Norm, Ops, Outcome, PerLayerSpec, Phase, QkvSpec, Result, RouteSpec, TapPoint,
-    TensorView,
+    KvRef, Mat, MemoryUse, Norm, Ops, Outcome, PerLayerSpec, Phase, QkvSpec, Result, RouteSpec, SteerSet,
+    TapPoint, TensorView,
 };
 use lapidary_weights::Checkpoint;
 
@@ -38,6 +38,7 @@ pub enum Verb<'a> {
     Logits(Act, Act, Mat, Option<f32>),
     Argmax(Act),
     Tap(TapPoint, Act),
+    Steer(Act, usize),
 }
 
 impl Verb<'_> {
@@ -62,6 +63,7 @@ impl Verb<'_> {
             Verb::Logits(out, x, head, cap) => s.logits(out, x, head, cap),
             Verb::Argmax(x) => s.argmax(x),
             Verb::Tap(point, x) => s.tap(point, x),
+            Verb::Steer(x, layer) => s.steer(x, layer),
         }
     }
 }
@@ -217,6 +219,9 @@ impl Backend for Spy {
     fn kv(&mut self, plan: &KvPlan) -> Result<()> {
         self.inner.kv(plan)
     }
+    fn steer_set(&mut self, index: usize, set: Option<&SteerSet>) -> Result<()> {
+        self.inner.steer_set(index, set)
+    }
     fn upload(&mut self, batch: &Batch) -> Result<()> {
         self.batch = batch.clone();
         if let (Some(change), Some(model)) = (&self.hooks.batch, self.hooks.built.get()) {
@@ -328,6 +333,9 @@ impl Ops for SpyOps<'_> {
     }
     fn tap(&mut self, point: TapPoint, x: Act) {
         self.pass("tap", Verb::Tap(point, x));
+    }
+    fn steer(&mut self, x: Act, layer: usize) {
+        self.pass("steer", Verb::Steer(x, layer));
     }
     fn fork(&mut self) {
         self.s.fork();
