@@ -55,15 +55,30 @@ const STORY: &str = "Tell me a story about Zoe.";
 fn e04_thinking_is_off_unless_asked_for_and_its_switches_work_on_every_endpoint() {
     run(async {
         let question = "What is the capital of Kenya?";
-        let (answer, thought) = ("The capital of Kenya is Nairobi.", "The user asks about Kenya. Its capital is Nairobi.");
-        let chat = |more| async { post(CHAT, ask(question, more)).await.json()["choices"][0]["message"].clone() };
-        for off in [json!({}), json!({ "reasoning_effort": "none" }), json!({ "thinking": { "type": "disabled" } })] {
+        let (answer, thought) =
+            ("The capital of Kenya is Nairobi.", "The user asks about Kenya. Its capital is Nairobi.");
+        let chat =
+            |more| async { post(CHAT, ask(question, more)).await.json()["choices"][0]["message"].clone() };
+        for off in
+            [json!({}), json!({ "reasoning_effort": "none" }), json!({ "thinking": { "type": "disabled" } })]
+        {
             let message = chat(off.clone()).await;
-            assert_eq!((&message["content"], message.get("reasoning_content")), (&json!(answer), None), "{off}");
+            assert_eq!(
+                (&message["content"], message.get("reasoning_content")),
+                (&json!(answer), None),
+                "{off}"
+            );
         }
-        for on in [json!({ "reasoning_effort": "high" }), json!({ "chat_template_kwargs": { "enable_thinking": true } })] {
+        for on in [
+            json!({ "reasoning_effort": "high" }),
+            json!({ "chat_template_kwargs": { "enable_thinking": true } }),
+        ] {
             let message = chat(on.clone()).await;
-            assert_eq!((&message["content"], &message["reasoning_content"]), (&json!(answer), &json!(thought)), "{on}");
+            assert_eq!(
+                (&message["content"], &message["reasoning_content"]),
+                (&json!(answer), &json!(thought)),
+                "{on}"
+            );
         }
         for (on, types) in [(false, json!(["text"])), (true, json!(["thinking", "text"]))] {
             let mut body = ask(question, json!({ "max_tokens": 100 }));
@@ -95,13 +110,16 @@ fn g02_a_free_thought_and_then_json_by_a_schema() {
         let whole = post(CHAT, ask("How much is 3 * 4?", more.clone())).await.json();
         let message = &whole["choices"][0]["message"];
         assert_ne!(message["reasoning_content"].as_str().unwrap_or_default(), "", "{whole}");
-        let person: Value = serde_json::from_str(message["content"].as_str().unwrap()).expect("one valid document");
+        let person: Value =
+            serde_json::from_str(message["content"].as_str().unwrap()).expect("one valid document");
         assert!(person["age"].as_u64().unwrap() <= 99 && person["name"].is_string(), "{person}");
         let mut body = ask("How much is 3 * 4?", more);
         body["stream"] = json!(true);
         let stream = post(CHAT, body).await;
-        let text: String =
-            chunks(&stream.body).iter().filter_map(|c| c["choices"][0]["delta"]["content"].as_str().map(str::to_owned)).collect();
+        let text: String = chunks(&stream.body)
+            .iter()
+            .filter_map(|c| c["choices"][0]["delta"]["content"].as_str().map(str::to_owned))
+            .collect();
         assert_eq!(message["content"], text);
     });
 }
@@ -109,7 +127,10 @@ fn g02_a_free_thought_and_then_json_by_a_schema() {
 #[test]
 fn g03_a_bad_schema_is_400_in_bounded_time_and_the_next_request_is_served() {
     run(async {
-        let long: Value = (0..20_000).map(|i| (format!("p{i}"), json!({ "type": "string", "pattern": "(" }))).collect::<serde_json::Map<_, _>>().into();
+        let long: Value = (0..20_000)
+            .map(|i| (format!("p{i}"), json!({ "type": "string", "pattern": "(" })))
+            .collect::<serde_json::Map<_, _>>()
+            .into();
         for schema in [
             json!({ "type": "object", "properties": { "foo": "bar" } }),
             json!({ "$ref": "#/nowhere" }),
@@ -143,7 +164,11 @@ fn k03_an_oversize_prompt_is_refused_and_a_limit_is_clamped_and_told() {
         }
         let reply = post(CHAT, ask(STORY, json!({ "max_tokens": 5000, "ignore_eos": true }))).await.json();
         let room = 512 - reply["usage"]["prompt_tokens"].as_u64().unwrap();
-        assert_eq!(reply["choices"][0]["lapidary"]["max_tokens"], room, "{}", reply["choices"][0]["lapidary"]);
+        assert_eq!(
+            reply["choices"][0]["lapidary"]["max_tokens"], room,
+            "{}",
+            reply["choices"][0]["lapidary"]
+        );
         assert_eq!(reply["choices"][0]["finish_reason"], "length");
         assert_eq!(reply["usage"]["completion_tokens"], room);
     });
@@ -152,19 +177,25 @@ fn k03_an_oversize_prompt_is_refused_and_a_limit_is_clamped_and_told() {
 #[test]
 fn k04_no_part_of_a_stop_string_reaches_the_client_in_either_mode() {
     run(async {
-        let whole = post(CHAT, ask(STORY, json!({}))).await.json()["choices"][0]["message"]["content"].clone();
+        let whole =
+            post(CHAT, ask(STORY, json!({}))).await.json()["choices"][0]["message"]["content"].clone();
         let whole = whole.as_str().unwrap();
         for at in [5, 17, 40] {
             let stop = &whole[at..at + 7];
             let expected = &whole[..whole.find(stop).unwrap()];
             let more = json!({ "stop": [stop, "never said", &format!("{stop}!")] });
             let choice = post(CHAT, ask(STORY, more.clone())).await.json()["choices"][0].clone();
-            assert_eq!((choice["message"]["content"].as_str(), &choice["finish_reason"]), (Some(expected), &json!("stop")));
+            assert_eq!(
+                (choice["message"]["content"].as_str(), &choice["finish_reason"]),
+                (Some(expected), &json!("stop"))
+            );
             let mut body = ask(STORY, more);
             body["stream"] = json!(true);
             let stream = post(CHAT, body).await;
-            let text: String =
-                chunks(&stream.body).iter().filter_map(|c| c["choices"][0]["delta"]["content"].as_str().map(str::to_owned)).collect();
+            let text: String = chunks(&stream.body)
+                .iter()
+                .filter_map(|c| c["choices"][0]["delta"]["content"].as_str().map(str::to_owned))
+                .collect();
             assert_eq!(text, expected);
         }
     });
@@ -233,13 +264,21 @@ fn k08_usage_is_the_same_after_a_cache_hit_in_both_modes() {
 #[test]
 fn top_logprobs_are_the_likeliest_and_agree_with_the_choice() {
     run(async {
-        let reply = post(CHAT, ask("What is the capital of Kenya?", json!({ "logprobs": true, "top_logprobs": 20 }))).await.json();
+        let reply =
+            post(CHAT, ask("What is the capital of Kenya?", json!({ "logprobs": true, "top_logprobs": 20 })))
+                .await
+                .json();
         let content = reply["choices"][0]["logprobs"]["content"].clone();
         let tokens = content.as_array().unwrap();
         let spelled: String = tokens.iter().map(|token| token["token"].as_str().unwrap()).collect();
         assert_eq!(reply["choices"][0]["message"]["content"], spelled);
         for token in tokens {
-            let top: Vec<f64> = token["top_logprobs"].as_array().unwrap().iter().map(|t| t["logprob"].as_f64().unwrap()).collect();
+            let top: Vec<f64> = token["top_logprobs"]
+                .as_array()
+                .unwrap()
+                .iter()
+                .map(|t| t["logprob"].as_f64().unwrap())
+                .collect();
             assert_eq!(top.len(), 20);
             assert!(top.is_sorted_by(|a, b| a >= b), "{top:?}");
             assert_eq!(token["logprob"].as_f64(), Some(top[0]), "greedy takes the likeliest");

@@ -191,7 +191,11 @@ fn tls_with_a_certificate_and_errors_that_name_the_file() {
 
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/tls");
     let (cert, key) = (folder.join("cert.pem"), folder.join("key.pem"));
-    for (cert, key, named) in [(&key, &key, &key), (&cert, &cert, &cert), (&folder.join("none.pem"), &key, &folder.join("none.pem"))] {
+    for (cert, key, named) in [
+        (&key, &key, &key),
+        (&cert, &cert, &cert),
+        (&folder.join("none.pem"), &key, &folder.join("none.pem")),
+    ] {
         let error = listen::tls(cert, key).err().expect("they do not fit").to_string();
         assert!(error.contains(&named.display().to_string()), "{error}");
     }
@@ -201,7 +205,13 @@ fn tls_with_a_certificate_and_errors_that_name_the_file() {
         let address = listener.local_addr().unwrap();
         let acceptor = listen::tls(&cert, &key).unwrap();
         let app = server.app.clone();
-        tokio::spawn(listen::serve(listener, Some(acceptor), app, ListenOptions::default(), std::future::pending()));
+        tokio::spawn(listen::serve(
+            listener,
+            Some(acceptor),
+            app,
+            ListenOptions::default(),
+            std::future::pending(),
+        ));
         // Somebody who does not speak TLS holds nobody up.
         let _silent = TcpStream::connect(address).await.unwrap();
         let mut roots = RootCertStore::empty();
@@ -214,7 +224,10 @@ fn tls_with_a_certificate_and_errors_that_name_the_file() {
         let connector = TlsConnector::from(Arc::new(config));
         let stream = TcpStream::connect(address).await.unwrap();
         let mut stream = connector.connect(ServerName::try_from("localhost").unwrap(), stream).await.unwrap();
-        stream.write_all(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n").await.unwrap();
+        stream
+            .write_all(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+            .await
+            .unwrap();
         let mut text = Vec::new();
         // A server that closes without a word of goodbye is an error to rustls, after all bytes were read.
         let _ = stream.read_to_end(&mut text).await;
