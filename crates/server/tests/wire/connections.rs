@@ -1,12 +1,10 @@
 //! What happens on real connections: clients that leave, keep-alives, the end of the server, TLS.
 
-mod common;
-
 use std::net::SocketAddr;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use common::*;
+use crate::common::*;
 use lapidary_server::listen::{self, ListenOptions};
 use lapidary_server::{App, ServerOptions};
 use serde_json::{Value, json};
