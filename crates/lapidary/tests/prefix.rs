@@ -321,7 +321,11 @@ fn random_conversations_on_small_pools_give_what_cold_runs_give() {
         drained(&engine);
         let stats = engine.stats().scheduler;
         println!("{}: {stats:?}", place.what());
-        assert!(stats.prefix.hits > 10 && stats.prefix.evicted > 3 && stats.preemptions > 0, "{:?}", stats.prefix);
+        assert!(
+            stats.prefix.hits > 10 && stats.prefix.evicted > 3 && stats.preemptions > 0,
+            "{:?}",
+            stats.prefix
+        );
     }
 }
 

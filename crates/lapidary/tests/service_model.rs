@@ -337,7 +337,9 @@ fn request_of(case: Case, index: usize) -> ChatRequest {
     request.generation = GenerationParams {
         seed: Some(index as u64),
         n: case.n,
-        max_tokens: Some(if case.schema { 160 } else { 60 }),
+        // Long enough that those who were let in together outgrow one sequence's pages.
+        max_tokens: Some(if case.schema { 160 } else { 110 }),
+        ignore_eos: !case.schema,
         ..GenerationParams::default()
     };
     if case.penalties {
@@ -402,7 +404,8 @@ fn all_pairs_of_features_give_what_each_request_gives_alone() {
                 let options = ServiceOptions {
                     prefix: if prefix { Default::default() } else { plain.prefix.clone() },
                     // Pages for one sequence of the whole context, wanted by all at once.
-                    sequences: if tight { 1 } else { 72 },
+                    sequences: if tight { 1 } else { 80 },
+                    running: 128,
                     ..plain.clone()
                 };
                 let service = start(load(), options);
@@ -426,7 +429,13 @@ fn all_pairs_of_features_give_what_each_request_gives_alone() {
                 wait_until_idle(&service);
                 let stats = service.stats().engine;
                 assert_eq!(stats.ends.failed, 0);
-                assert_eq!(stats.scheduler.preemptions > 0, tight, "prefix {prefix}");
+                assert_eq!(
+                    stats.scheduler.preemptions > 0,
+                    tight,
+                    "prefix {prefix}: {:?} {:?}",
+                    stats.scheduler,
+                    stats.pages
+                );
                 assert_eq!(stats.cached_tokens > 0, prefix, "tight {tight}");
             }
         }
