@@ -7,12 +7,13 @@ use std::time::Instant;
 use clap_words::every_flag;
 use common::{command, finish, golden, json, lapidary, lapidary_with_input, pebble, root};
 
-const COMMANDS: [&str; 12] = [
+const COMMANDS: [&str; 13] = [
     "run",
     "chat",
     "inspect",
     "check",
     "dump",
+    "convert",
     "tokenize",
     "pull",
     "list",
@@ -71,6 +72,7 @@ mod clap_words {
                 "--also",
                 "hidden.N",
             ],
+            "convert" => &["FORMAT", "--model", "--output", "-o", "--pure", "--name", "--json", "q4_k_m"],
             "tokenize" => &["--ids", "--special", "--no-bos", "--json"],
             "pull" => &["REPO", "--offline", "--json", "HF_TOKEN", "HF_HOME", "HF_ENDPOINT"],
             "list" => &["--json"],
