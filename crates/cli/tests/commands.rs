@@ -19,6 +19,7 @@ const COMMANDS: [&str; 13] = [
     "list",
     "rm",
     "bench",
+    "steer",
     "synth",
     "completions",
 ];
@@ -80,6 +81,7 @@ mod clap_words {
             "bench" => {
                 &["--prompt", "-p", "--generate", "-n", "--threads", "-t", "--repetitions", "-r", "--json"]
             }
+            "steer" => &["fit", "show"],
             "synth" => {
                 &["MODEL", "FORMAT", "--output", "-o", "--layers", "--seed", "--sparse", "--tokenizer"]
             }

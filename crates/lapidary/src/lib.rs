@@ -21,8 +21,11 @@ pub mod hub;
 mod mix;
 mod options;
 pub mod plan;
+pub mod service;
+pub mod steering;
 pub mod synth;
 pub mod text_source;
+pub mod trace;
 
 pub use answer::{Answer, Piece};
 #[cfg(feature = "pebble")]

@@ -1,9 +1,15 @@
 //! What a caller chooses at load and per answer.
 
+use std::sync::Arc;
+
 pub use lapidary_cpu::{Compute, Level};
 use lapidary_engine::sampling::SamplingParams;
 use lapidary_model::{Config, EmbedScale};
 use lapidary_ops::KvFormat;
+
+use crate::capture::CaptureSpec;
+use crate::steering::Steering;
+use crate::trace::TraceOptions;
 
 /// Choices at load.
 #[derive(Clone, Debug)]
@@ -71,4 +77,10 @@ pub struct AnswerOptions {
     pub max_tokens: usize,
     /// Goes on after a token that would end the answer.
     pub ignore_eos: bool,
+    /// Edits of the residual stream, for all rows of prompt and answer.
+    pub steering: Option<Arc<Steering>>,
+    /// Activations to copy out; [`Answer::recording`](crate::Answer::recording) has them.
+    pub capture: Option<CaptureSpec>,
+    /// What to note of each token; [`Answer::traces`](crate::Answer::traces) has it.
+    pub trace: Option<TraceOptions>,
 }

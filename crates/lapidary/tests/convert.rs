@@ -11,7 +11,7 @@ use lapidary::convert::{
 use lapidary_engine::Prompt;
 use lapidary_formats::{Format, TensorView, decode_row};
 use lapidary_reference::tiny::{self, Variant};
-use lapidary_text::{Builtin, ChatInput, ChatTemplate, GgufVocab, Specials, Tokenizer};
+use lapidary_text::{Builtin, ChatInput, ChatTemplate, GgufVocab, Specials, Strings, Tokenizer};
 use lapidary_weights::gguf::{self, Metadata, StringArray};
 use lapidary_weights::safetensors::{Dtype, File, NewTensor, write};
 use lapidary_weights::{Checkpoint, Role};
@@ -22,9 +22,7 @@ fn project(path: &str) -> PathBuf {
 }
 
 fn vocab(meta: &Metadata) -> GgufVocab {
-    let list = |key: &str| -> Vec<String> {
-        meta.require::<&StringArray>(key).expect(key).iter().map(str::to_owned).collect()
-    };
+    let list = |key: &str| -> Strings { meta.require::<&StringArray>(key).expect(key).iter().collect() };
     GgufVocab {
         model: meta.require::<&str>("tokenizer.ggml.model").expect("model").to_owned(),
         tokens: list("tokenizer.ggml.tokens"),

@@ -16,7 +16,7 @@ use super::kernel::{Choice, choose};
 use super::lanes::LANES;
 use super::scaling::Scaling;
 use crate::level::Isa;
-use crate::memory::Aligned;
+use crate::memory::{Aligned, Slabs};
 
 /// Rows in tiles.
 #[derive(Debug)]
@@ -34,11 +34,11 @@ pub(crate) struct Tiles {
 
 impl Tiles {
     /// Room for `view`, if its format is packed; [`pack_tile`](Tiles::pack_tile) fills it.
-    pub fn empty(isa: Isa, view: &TensorView<'_>) -> Result<Option<Tiles>> {
+    pub fn empty(isa: Isa, view: &TensorView<'_>, slabs: &Slabs) -> Result<Option<Tiles>> {
         let Some(tile_bytes) = tile_bytes_of(view.format, view.cols) else { return Ok(None) };
         let choice = choose(isa, view.format).expect("every packed format has kernels");
         let bytes = view.rows.div_ceil(LANES).saturating_mul(tile_bytes);
-        let data = Aligned::zeroed(bytes, &view.name)?;
+        let data = slabs.zeroed(bytes, &view.name)?;
         Ok(Some(Tiles { format: view.format, rows: view.rows, cols: view.cols, choice, tile_bytes, data }))
     }
 
@@ -203,7 +203,9 @@ mod tests {
                     scales: lapidary_formats::Scales::None,
                 };
                 for isa in levels() {
-                    let tiles = Tiles::empty(isa, &view).expect("memory").expect("a packed format");
+                    let tiles = Tiles::empty(isa, &view, &Slabs::default())
+                        .expect("memory")
+                        .expect("a packed format");
                     for tile in 0..rows.div_ceil(LANES) {
                         // SAFETY: nobody else has the tiles.
                         unsafe { tiles.pack_tile(&view, tile) }
