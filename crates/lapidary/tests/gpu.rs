@@ -3,7 +3,10 @@
 //!
 //! `LAPIDARY_REQUIRE_GPU=1` runs them on the GPU alone, and fails where there is none.
 #![cfg(feature = "cuda")]
-#![allow(clippy::duplicate_mod, reason = "each file brings the module of models that it uses when it is built alone")]
+#![allow(
+    clippy::duplicate_mod,
+    reason = "each file brings the module of models that it uses when it is built alone"
+)]
 
 #[path = "config.rs"]
 mod config;
