@@ -86,7 +86,8 @@ fn write_chunk(form: Form, rows: &[Row; STRIP_ROWS], chunk: usize, out: &mut [u8
                 for r in 0..2 {
                     let row = &rows[(lane >> 2) + 8 * r];
                     for w in 0..2 {
-                        let word = nvfp4_word(row.codes[k0 + 16 * t + 8 * w..][..8].as_array().expect("eight"));
+                        let word =
+                            nvfp4_word(row.codes[k0 + 16 * t + 8 * w..][..8].as_array().expect("eight"));
                         out[lane * 16 + (r * 2 + w) * 4..][..4].copy_from_slice(&word.to_le_bytes());
                     }
                     out[512 + lane * 2 + r] = row.scales.get(k0 / 16 + t).copied().unwrap_or(0);

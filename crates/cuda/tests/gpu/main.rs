@@ -5,7 +5,11 @@
 //! not be the one that runs it.
 #![cfg(feature = "cuda")]
 
+mod attn_decode;
+mod lab;
 mod probe;
+mod producers;
+mod skinny_gemm;
 
 use std::sync::Arc;
 
