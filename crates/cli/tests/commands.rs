@@ -7,13 +7,14 @@ use std::time::Instant;
 use clap_words::every_flag;
 use common::{command, finish, golden, json, lapidary, lapidary_with_input, pebble, root};
 
-const COMMANDS: [&str; 13] = [
+const COMMANDS: [&str; 15] = [
     "run",
     "chat",
     "inspect",
     "check",
     "dump",
     "convert",
+    "eval",
     "tokenize",
     "pull",
     "list",
@@ -73,6 +74,7 @@ mod clap_words {
                 "--also",
                 "hidden.N",
             ],
+            "eval" => &["ppl", "kl", "choice", "--record"],
             "convert" => &["FORMAT", "--model", "--output", "-o", "--pure", "--name", "--json", "q4_k_m"],
             "tokenize" => &["--ids", "--special", "--no-bos", "--json"],
             "pull" => &["REPO", "--offline", "--json", "HF_TOKEN", "HF_HOME", "HF_ENDPOINT"],

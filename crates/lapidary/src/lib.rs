@@ -14,6 +14,7 @@ pub mod check;
 pub mod convert;
 mod defaults;
 mod error;
+pub mod eval;
 mod gemma;
 pub mod host;
 #[cfg(feature = "hub")]
