@@ -10,3 +10,7 @@ pub mod probe;
 pub mod product;
 pub mod route;
 pub mod rows;
+pub mod attn_decode;
+pub mod bandwidth;
+pub mod producers;
+pub mod skinny_gemm;

@@ -7,7 +7,11 @@
 
 mod ops;
 mod pair;
+mod attn_decode;
+mod lab;
 mod probe;
+mod producers;
+mod skinny_gemm;
 
 use std::sync::Arc;
 

@@ -88,6 +88,27 @@ impl PrefixTree {
         (blocks * PAGE_TOKENS + 1).saturating_sub(window) / PAGE_TOKENS
     }
 
+    /// The first block of the window before the end of block `blocks - 1`, where there are sliding layers.
+    pub fn window_from(&self, blocks: usize) -> Option<usize> {
+        self.window.map(|_| self.first_block(blocks))
+    }
+
+    /// Whether blocks have full pages.
+    pub fn has_full(&self) -> bool {
+        self.has_full
+    }
+
+    /// The full pages of blocks, all of which must be in the tree.
+    pub fn full_pages(&self, keys: &[BlockKey]) -> Option<Vec<u32>> {
+        let pages = keys.iter().map(|key| self.nodes.get(key).map(|node| node.full));
+        Some(pages.collect::<Option<Vec<_>>>()?.into_iter().flatten().collect())
+    }
+
+    /// Page `place`, from the oldest, of the snapshot at a block.
+    pub fn sliding_page(&self, key: BlockKey, place: usize) -> Option<u32> {
+        self.nodes.get(&key)?.snapshot.as_ref()?.pages.get(place).copied()
+    }
+
     /// How many blocks of `keys` are in the tree, and after how many of them, at most `most`, a request can go on.
     pub fn find(&self, keys: &[BlockKey], most: usize) -> Found {
         // A block in the tree has all before it there too.
@@ -338,4 +359,180 @@ pub(crate) struct Found {
     pub known: usize,
     /// Blocks after which a request can go on.
     pub usable: usize,
+}
+
+#[cfg(test)]
+mod tests {
+    use lapidary_ops::{KvFormat, KvGroupPlan, KvLayerShape, KvPlan};
+
+    use super::*;
+    use crate::prefix::chain::{Chain, Content};
+    use crate::prefix::window_blocks;
+
+    const WINDOW: usize = 70;
+
+    fn pool(pages: [usize; GROUPS]) -> PagePool {
+        let groups = [Some(WINDOW), None].into_iter().zip(pages).map(|(window, pages)| KvGroupPlan {
+            layers: vec![KvLayerShape { kv_heads: 1, head_dim: 2 }],
+            format: KvFormat::F32,
+            pages,
+            window,
+        });
+        let groups: Vec<KvGroupPlan> = groups.collect();
+        PagePool::new(&KvPlan { groups: groups.try_into().expect("two groups") }, PAGE_TOKENS - 1)
+    }
+
+    fn chain(tokens: &[u32]) -> Chain {
+        let mut chain = Chain::default();
+        tokens.iter().for_each(|&t| chain.push(Content::Text(t)));
+        chain
+    }
+
+    /// A cache without a tree: a list of beginnings and when each was last used.
+    #[derive(Default)]
+    struct Naive {
+        kept: Vec<(Vec<u32>, u64)>,
+        clock: u64,
+    }
+
+    impl Naive {
+        fn find(&self, tokens: &[u32], most: usize) -> usize {
+            let fits = |kept: &[u32]| tokens.starts_with(kept) && kept.len() <= most * PAGE_TOKENS;
+            self.kept.iter().filter(|(k, _)| fits(k)).map(|(k, _)| k.len() / PAGE_TOKENS).max().unwrap_or(0)
+        }
+
+        fn touch(&mut self, tokens: &[u32]) {
+            self.clock += 1;
+            match self.kept.iter_mut().find(|(k, _)| k == tokens) {
+                Some((_, used)) => *used = self.clock,
+                None => self.kept.push((tokens.to_vec(), self.clock)),
+            }
+        }
+
+        fn drop_oldest(&mut self) {
+            let oldest = self.kept.iter().enumerate().min_by_key(|(_, (_, used))| *used).expect("some").0;
+            self.kept.swap_remove(oldest);
+        }
+    }
+
+    /// SplitMix64.
+    fn random(state: &mut u64) -> usize {
+        *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (*state ^ (*state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        ((z ^ (z >> 31)) >> 3) as usize
+    }
+
+    #[test]
+    fn the_tree_finds_and_gives_up_what_a_plain_list_does() {
+        for (seed, snapshots) in [(1, 3), (2, 7), (3, 1000)] {
+            let mut state = seed;
+            // Windows of blocks that different sequences computed share no page, so a budget is a number of
+            // windows; and sequences begin anew here, so none has pages in common by chance.
+            let per_window = window_blocks(WINDOW);
+            let mut pool = pool([4000, 4000]);
+            let mut tree = PrefixTree::new(&pool, snapshots * per_window);
+            let mut naive = Naive::default();
+            let mut live: Vec<SequencePages> = Vec::new();
+            let (mut hits, mut evicted) = (0, 0);
+            for step in 0..6_000 {
+                // Few tokens, so that beginnings are shared by chance.
+                let blocks = per_window + random(&mut state) % 4;
+                let rows = blocks * PAGE_TOKENS + random(&mut state) % PAGE_TOKENS;
+                let tokens: Vec<u32> = {
+                    let mut kinds: Vec<u32> = (0..=blocks).map(|_| (random(&mut state) % 2) as u32).collect();
+                    kinds[0] = 0;
+                    (0..rows).map(|r| kinds[r / PAGE_TOKENS]).collect()
+                };
+                let names = chain(&tokens);
+                let most = 1 + random(&mut state) % (blocks + 1);
+                let found = tree.find(names.keys(), most);
+                assert_eq!(found.usable, naive.find(&tokens, most), "step {step}");
+                if found.usable > 0 && random(&mut state) % 2 == 0 {
+                    hits += 1;
+                    let pages = tree.adopt(&mut pool, names.keys(), found.usable);
+                    assert_eq!(pages.held(Group::Full), found.usable);
+                    assert_eq!(pages.held(Group::Sliding), per_window.min(found.usable));
+                    naive.touch(&tokens[..found.usable * PAGE_TOKENS]);
+                    live.push(pages);
+                } else {
+                    let mut pages = SequencePages::default();
+                    pool.grow(&mut pages, rows).unwrap();
+                    let known = naive.kept.iter().any(|(k, _)| k[..] == tokens[..blocks * PAGE_TOKENS]);
+                    let taken = tree.keep(&mut pool, names.keys(), blocks, &mut pages);
+                    assert_eq!(taken, !known);
+                    if taken && naive.kept.len() == snapshots {
+                        naive.drop_oldest();
+                        evicted += 1;
+                    }
+                    naive.touch(&tokens[..blocks * PAGE_TOKENS]);
+                    live.push(pages);
+                }
+                if live.len() > 20 {
+                    pool.free(live.swap_remove(random(&mut state) % live.len()));
+                }
+                if step % 64 == 0 {
+                    tree.check(&pool).unwrap();
+                    pool.check(&live, &tree.pins()).unwrap();
+                }
+            }
+            assert!(hits > 300 && (evicted > 500 || snapshots == 1000), "{hits} hits, {evicted} evicted");
+            live.drain(..).for_each(|pages| pool.free(pages));
+            // Without requests every kept page is idle, and all can be had back.
+            for group in Group::ALL {
+                assert_eq!(pool.available(group), 3999);
+                tree.evict(&mut pool, group, 3999);
+                assert_eq!(pool.free_pages(group), 3999);
+            }
+            assert!(tree.nodes.is_empty() && tree.recency.is_empty() && tree.sliding.is_empty());
+            pool.check([], &[]).unwrap();
+        }
+    }
+
+    #[test]
+    fn pages_that_requests_hold_are_not_given_up_for_pages() {
+        let mut pool = pool([20, 20]);
+        let mut tree = PrefixTree::new(&pool, 19);
+        let tokens: Vec<u32> = (0..5 * PAGE_TOKENS as u32).collect();
+        let names = chain(&tokens);
+        let mut pages = SequencePages::default();
+        pool.grow(&mut pages, tokens.len()).unwrap();
+        assert!(tree.keep(&mut pool, names.keys(), 5, &mut pages));
+        assert!(!tree.keep(&mut pool, names.keys(), 5, &mut pages), "it is there already");
+        tree.evict(&mut pool, Group::Full, 19);
+        assert_eq!(tree.find(names.keys(), 5).usable, 5, "nothing would have been won");
+        assert_eq!(pool.available(Group::Full), 14);
+        pool.free(pages);
+        assert_eq!((pool.available(Group::Full), pool.idle(Group::Full)), (19, 5));
+        // Another request goes on from it: no longer idle.
+        let other = tree.adopt(&mut pool, names.keys(), 5);
+        assert_eq!((pool.available(Group::Full), pool.idle(Group::Full)), (14, 0));
+        pool.free(other);
+        tree.evict(&mut pool, Group::Sliding, 19);
+        assert_eq!(tree.find(names.keys(), 5), Found::default());
+        pool.check([], &[]).unwrap();
+    }
+
+    #[test]
+    fn a_snapshot_needs_its_whole_window() {
+        let mut pool = pool([20, 20]);
+        let mut tree = PrefixTree::new(&pool, 19);
+        let tokens: Vec<u32> = (0..9 * PAGE_TOKENS as u32).collect();
+        let names = chain(&tokens);
+        let mut pages = SequencePages::default();
+        pool.grow(&mut pages, tokens.len()).unwrap();
+        pool.release_behind(&mut pages, tokens.len());
+        // A row at 288 sees 219 .. 288, and 31 positions more are kept: from block 5 on.
+        assert!(pages.page(Group::Sliding, 5).is_some() && pages.page(Group::Sliding, 4).is_none());
+        assert!(!tree.keep(&mut pool, names.keys(), 7, &mut pages), "187 .. 224 begin in block 4");
+        assert!(tree.keep(&mut pool, names.keys(), 8, &mut pages));
+        assert!(!tree.keep(&mut pool, names.keys(), 0, &mut pages));
+        pool.free(pages);
+        pool.check([], &tree.pins()).unwrap();
+        // A budget smaller than a window keeps nothing.
+        let mut small = PrefixTree::new(&pool, 2);
+        let mut pages = tree.adopt(&mut pool, names.keys(), 8);
+        assert!(!small.keep(&mut pool, names.keys(), 8, &mut pages));
+        pool.free(pages);
+    }
 }
