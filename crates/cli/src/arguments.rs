@@ -2,7 +2,9 @@
 
 use clap::{Parser, Subcommand};
 
-use crate::commands::{bench, chat, check, completions, dump, inspect, run, steer, synth, tokenize};
+use crate::commands::{
+    bench, chat, check, completions, convert, dump, inspect, run, steer, synth, tokenize, verify,
+};
 #[cfg(feature = "hub")]
 use crate::commands::{list, pull, rm};
 
@@ -39,6 +41,8 @@ pub enum Command {
     Rm(rm::Args),
     Bench(bench::Args),
     Steer(steer::Args),
+    Convert(convert::Args),
+    Verify(verify::Args),
     Synth(synth::Args),
     Completions(completions::Args),
 }

@@ -7,7 +7,7 @@ use std::time::Instant;
 use clap_words::every_flag;
 use common::{command, finish, golden, json, lapidary, lapidary_with_input, pebble, root};
 
-const COMMANDS: [&str; 13] = [
+const COMMANDS: [&str; 15] = [
     "run",
     "chat",
     "inspect",
@@ -19,6 +19,8 @@ const COMMANDS: [&str; 13] = [
     "rm",
     "bench",
     "steer",
+    "convert",
+    "verify",
     "synth",
     "completions",
 ];
@@ -80,6 +82,8 @@ mod clap_words {
                 &["--prompt", "-p", "--generate", "-n", "--threads", "-t", "--repetitions", "-r", "--json"]
             }
             "steer" => &["fit", "show"],
+            "verify" => &["--model", "--against", "--write", "--tokens", "--json"],
+            "convert" => &["MODEL", "FORMAT", "--output", "--all", "--json"],
             "synth" => {
                 &["MODEL", "FORMAT", "--output", "-o", "--layers", "--seed", "--sparse", "--tokenizer"]
             }

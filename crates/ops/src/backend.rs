@@ -9,6 +9,7 @@ use crate::handles::{Act, ActSpec, Gain, Mat};
 use crate::kv::{KvPlan, KvRef};
 use crate::ops::{Ops, TapPoint};
 use crate::steer::{Projections, SteerSet};
+use crate::timing::PassTiming;
 
 /// What a backend can fail with.
 #[non_exhaustive]
@@ -44,6 +45,8 @@ pub struct Outcome {
     pub taps: Vec<Tap>,
     /// What steered rows projected onto their directions; empty when no row was steered.
     pub projections: Projections,
+    /// The pass's times, when [`Backend::timings`] asked for them.
+    pub timing: Option<PassTiming>,
 }
 
 /// One copied activation, `[rows, width]` float32.
@@ -145,6 +148,20 @@ pub trait Backend: Send + fmt::Debug {
             Some(_) => Err(Error::Unsupported {
                 device: self.report().backend.to_owned(),
                 what: "steering is not there for this device".to_owned(),
+            }),
+        }
+    }
+
+    /// Whether later passes note how long each [phase](crate::Phase) takes. Off at first, and then a mark costs nothing.
+    ///
+    /// # Errors
+    /// `Unsupported` by the default, for a backend without a clock.
+    fn timings(&mut self, on: bool) -> Result<()> {
+        match on {
+            false => Ok(()),
+            true => Err(Error::Unsupported {
+                device: self.report().backend.to_owned(),
+                what: "times of phases are not there for this device".to_owned(),
             }),
         }
     }

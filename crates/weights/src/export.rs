@@ -4,7 +4,9 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use lapidary_formats::{Encoded, EncodedScales, Format, Scaling, TensorView, decode_row, encode_rows_scaled};
+use lapidary_formats::{
+    Encoded, EncodedScales, Format, Loss, Scaling, TensorView, decode_row, encode_rows_scaled,
+};
 use serde_json::{Value, json};
 
 use crate::names::{ExpertPart, LayerRole, Role, Spelling, spell};
@@ -89,12 +91,26 @@ impl Layout {
     }
 }
 
-/// Writes `config.json` and `model.safetensors` into a folder that exists. The text files are left to the caller.
+/// What a matrix lost in an export.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Lost {
+    /// Its name in the file.
+    pub tensor: String,
+    /// What it is in.
+    pub format: Format,
+    /// Bytes of its codes and scales.
+    pub bytes: u64,
+    /// Against what the checkpoint holds.
+    pub loss: Loss,
+}
+
+/// Writes `config.json` and `model.safetensors` into a folder that exists, and tells what each matrix lost. The text
+/// files are left to the caller. The whole file is in memory on the way.
 ///
 /// # Errors
 /// A source that isn't safetensors or is already quantised, a width that the format cannot have, or a file that cannot
 /// be written.
-pub fn export(source: &Checkpoint, folder: &Path, layout: Layout) -> Result<()> {
+pub fn export(source: &Checkpoint, folder: &Path, layout: Layout) -> Result<Vec<Lost>> {
     let ConfigSource::Json { config, .. } = source.config() else {
         return Err(Error::NotSupported {
             path: source.path().to_owned(),
@@ -111,7 +127,7 @@ pub fn export(source: &Checkpoint, folder: &Path, layout: Layout) -> Result<()> 
         .map_err(|source| Error::Write { path: config_path.clone(), source })?;
 
     let path = folder.join("model.safetensors");
-    let mut out = Tensors { path: &path, layout, list: Vec::new() };
+    let mut out = Tensors { path: &path, layout, list: Vec::new(), lost: Vec::new() };
     for role in source.roles() {
         out.add(source, role)?;
     }
@@ -125,7 +141,8 @@ pub fn export(source: &Checkpoint, folder: &Path, layout: Layout) -> Result<()> 
             bytes,
         })
         .collect();
-    write(&path, &borrowed, &BTreeMap::from([("format".to_owned(), "pt".to_owned())]))
+    write(&path, &borrowed, &BTreeMap::from([("format".to_owned(), "pt".to_owned())]))?;
+    Ok(out.lost)
 }
 
 /// The tensors of the file to be written.
@@ -133,6 +150,7 @@ struct Tensors<'a> {
     path: &'a Path,
     layout: Layout,
     list: Vec<(String, Dtype, Vec<usize>, Vec<u8>)>,
+    lost: Vec<Lost>,
 }
 
 impl Tensors<'_> {
@@ -197,8 +215,17 @@ impl Tensors<'_> {
         let encoded = encode_rows_scaled(format, scaling, &values, view.rows, view.cols).map_err(|e| {
             Error::BadWrite { path: self.path.to_owned(), tensor: name.clone(), what: e.to_string() }
         })?;
+        let (mut loss, mut back) = (Loss::default(), vec![0.0; view.cols]);
+        let codes = encoded.view(name.as_str());
+        for (row, values) in values.chunks_exact(view.cols).enumerate() {
+            decode_row(&codes, row, &mut back);
+            loss.add(values, &back);
+        }
+        let before = self.list.len();
         let module = name.strip_suffix(".weight").expect("linear layers are spelled with it").to_owned();
         self.encoded(&module, encoded);
+        let bytes = self.list[before..].iter().map(|(.., bytes)| bytes.len() as u64).sum();
+        self.lost.push(Lost { tensor: name, format, bytes, loss });
         Ok(())
     }
 

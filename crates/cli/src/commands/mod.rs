@@ -4,6 +4,7 @@ pub mod bench;
 pub mod chat;
 pub mod check;
 pub mod completions;
+pub mod convert;
 pub mod dump;
 pub mod inspect;
 #[cfg(feature = "hub")]
@@ -16,6 +17,7 @@ pub mod run;
 pub mod steer;
 pub mod synth;
 pub mod tokenize;
+pub mod verify;
 
 use std::process::ExitCode;
 
@@ -38,6 +40,8 @@ pub fn run(command: Command) -> anyhow::Result<ExitCode> {
         #[cfg(feature = "hub")]
         Command::Rm(args) => done(rm::run(&args)),
         Command::Bench(args) => done(bench::run(&args)),
+        Command::Verify(args) => verify::run(&args),
+        Command::Convert(args) => done(convert::run(&args)),
         Command::Steer(args) => done(steer::run(&args)),
         Command::Synth(args) => done(synth::run(&args)),
         Command::Completions(args) => done(completions::run(&args)),

@@ -6,15 +6,17 @@ use lapidary_ops::Group;
 use lapidary_weights::gguf::{Value as Gguf, Writer};
 use serde_json::Value;
 
+use super::ConvertOptions;
 use super::error::Result;
 use super::vocabulary::Vocabulary;
 
 /// `general.*`.
-pub(super) fn general(w: &mut Writer, config: &Config, name: &str, format: Format) -> Result<()> {
+pub(super) fn general(w: &mut Writer, config: &Config, name: &str, options: &ConvertOptions) -> Result<()> {
+    let format = options.format;
     w.set("general.architecture", architecture_name(config))?;
     w.set("general.type", "model")?;
     w.set("general.name", name)?;
-    if let Some(number) = file_type(format) {
+    if let Some(number) = file_type(format, options.medium) {
         w.set("general.file_type", number)?;
     }
     if !matches!(format, Format::F32 | Format::F16 | Format::Bf16) {
@@ -31,8 +33,10 @@ fn architecture_name(config: &Config) -> &'static str {
 }
 
 /// The number by which files name the type that most matrices have.
-fn file_type(format: Format) -> Option<u32> {
+fn file_type(format: Format, medium: bool) -> Option<u32> {
     Some(match format {
+        Format::Q4K if medium => 15,
+        Format::Q5K if medium => 17,
         Format::F32 => 0,
         Format::F16 => 1,
         Format::Q4_0 => 2,

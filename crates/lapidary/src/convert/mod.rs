@@ -7,6 +7,7 @@
 //! caches, a head equal to the embedding), and everything that isn't text.
 
 mod error;
+mod folder;
 mod metadata;
 mod tensors;
 mod vocabulary;
@@ -14,7 +15,8 @@ mod vocabulary;
 use std::path::{Path, PathBuf};
 
 pub use error::{ConvertError, Result};
-use lapidary_formats::Format;
+pub use folder::to_folder;
+use lapidary_formats::{Format, Loss};
 use lapidary_model::{Config, Family};
 use lapidary_text::{Builtin, ChatTemplate};
 use lapidary_weights::gguf::{GgmlType, GgufError, Version, Writer};
@@ -30,6 +32,10 @@ pub struct ConvertOptions {
     /// The format of every matrix, the embedding included. Router and norms are float32 always. A matrix whose rows
     /// aren't whole blocks of the format gets Q8_0, or else BF16; [`ConvertReport::fallbacks`] names those.
     pub format: Format,
+    /// Gives the embedding and the matrices that quantising hurts most more bits, as llama-quantize's "medium" kinds do:
+    /// Q6_K for the token tables, and for value and down projections of the first and last layers and every third
+    /// between.
+    pub medium: bool,
     /// `general.name`; the checkpoint's folder without one.
     pub name: Option<String>,
     /// The chat template to store, as Jinja source. [`chat_template`] gives the project's own.
@@ -39,8 +45,21 @@ pub struct ConvertOptions {
 impl ConvertOptions {
     /// This format, no chat template.
     pub fn new(format: Format) -> ConvertOptions {
-        ConvertOptions { format, name: None, chat_template: None }
+        ConvertOptions { format, medium: false, name: None, chat_template: None }
     }
+}
+
+/// What a matrix lost.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TensorLoss {
+    /// Its name in the file.
+    pub tensor: String,
+    /// What it is in.
+    pub format: Format,
+    /// Bytes of its codes and scales.
+    pub bytes: u64,
+    /// Against what the checkpoint holds.
+    pub loss: Loss,
 }
 
 /// A matrix that couldn't have the chosen format.
@@ -55,7 +74,7 @@ pub struct Fallback {
 }
 
 /// What came of a conversion.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct ConvertReport {
     /// Length of the file.
     pub bytes: u64,
@@ -63,6 +82,8 @@ pub struct ConvertReport {
     pub tensors: usize,
     /// Matrices in another format than the chosen one.
     pub fallbacks: Vec<Fallback>,
+    /// What each matrix lost.
+    pub losses: Vec<TensorLoss>,
     /// Tensors of the checkpoint that nobody reads and the file lacks.
     pub dropped: Vec<String>,
     /// What else a user should hear of.
@@ -75,13 +96,26 @@ pub struct ConvertReport {
 /// # Errors
 /// Any [`ConvertError`]; the file that was at `out` is untouched then.
 pub fn to_gguf(checkpoint: &Checkpoint, out: &Path, options: &ConvertOptions) -> Result<ConvertReport> {
+    to_gguf_watched(checkpoint, out, options, &mut |_, _| {})
+}
+
+/// [`to_gguf`], telling `progress` the tensors that are written, and all.
+///
+/// # Errors
+/// As [`to_gguf`].
+pub fn to_gguf_watched(
+    checkpoint: &Checkpoint,
+    out: &Path,
+    options: &ConvertOptions,
+    progress: &mut dyn FnMut(usize, usize),
+) -> Result<ConvertReport> {
     if GgmlType::of(options.format).is_none() {
         return Err(ConvertError::NoGgufType { format: options.format });
     }
     let (config, generation) = described(checkpoint)?;
     expressible(&config)?;
     let mut report = ConvertReport { notes: config.notes.clone(), ..ConvertReport::default() };
-    let tensors = plan(checkpoint, &config, options.format, &mut report)?;
+    let tensors = plan(checkpoint, &config, options, &mut report)?;
     let vocabulary = match &checkpoint.text_files().tokenizer {
         Some(path) => Some(Vocabulary::read(path, config.vocab)?),
         None => {
@@ -93,7 +127,7 @@ pub fn to_gguf(checkpoint: &Checkpoint, out: &Path, options: &ConvertOptions) ->
     };
 
     let mut writer = Writer::new(Version::V3);
-    metadata::general(&mut writer, &config, &name_of(checkpoint, options), options.format)?;
+    metadata::general(&mut writer, &config, &name_of(checkpoint, options), options)?;
     metadata::architecture(&mut writer, &config)?;
     metadata::sampling(&mut writer, generation)?;
     if let Some(vocabulary) = &vocabulary {
@@ -108,7 +142,7 @@ pub fn to_gguf(checkpoint: &Checkpoint, out: &Path, options: &ConvertOptions) ->
         writer.tensor(&tensor.name, &tensor.dims, kind)?;
     }
     report.tensors = tensors.len();
-    report.bytes = write(checkpoint, &config, writer, &tensors, out)?;
+    report.bytes = write(checkpoint, &config, writer, &tensors, out, &mut report.losses, progress)?;
     Ok(report)
 }
 
@@ -182,16 +216,25 @@ fn write(
     writer: Writer,
     tensors: &[Planned],
     out: &Path,
+    losses: &mut Vec<TensorLoss>,
+    progress: &mut dyn FnMut(usize, usize),
 ) -> Result<u64> {
     let mut name = out.file_name().unwrap_or_default().to_owned();
     name.push(".part");
     let part = Part(out.with_file_name(name));
     let in_file = |error| GgufError::InFile { path: part.0.clone(), source: Box::new(error) };
     let mut body = writer.create(&part.0)?;
-    for tensor in tensors {
-        tensor.write(checkpoint, config, &mut |bytes| {
+    for (i, tensor) in tensors.iter().enumerate() {
+        let mut written = 0;
+        let loss = tensor.write(checkpoint, config, &mut |bytes| {
+            written += bytes.len() as u64;
             body.write(&tensor.name, bytes).map_err(|error| in_file(error).into())
         })?;
+        if let Some(loss) = loss {
+            let (tensor, format) = (tensor.name.clone(), tensor.format);
+            losses.push(TensorLoss { tensor, format, bytes: written, loss });
+        }
+        progress(i + 1, tensors.len());
     }
     let io = |source| ConvertError::Io { path: part.0.clone(), source };
     let file = body.finish().map_err(in_file)?;

@@ -2,14 +2,15 @@
 
 use std::collections::HashSet;
 
-use lapidary_formats::{Format, TensorView, decode_row, encode_rows};
+use lapidary_formats::{Format, Loss, TensorView, decode_row, encode_rows};
 use lapidary_model::{Config, Family, LayerConfig, MoeConfig};
 use lapidary_ops::Group;
 use lapidary_weights::names::{Spelling, spell};
 use lapidary_weights::{Checkpoint, ExpertPart, LayerRole, Role};
 
 use super::error::{ConvertError, Result};
-use super::{ConvertReport, Fallback};
+use super::{ConvertOptions, ConvertReport, Fallback};
+use crate::synth::mix::more_bits;
 
 /// Values that are encoded at a time.
 const PIECE_VALUES: usize = 1 << 20;
@@ -57,10 +58,11 @@ enum Content {
 pub(super) fn plan(
     checkpoint: &Checkpoint,
     config: &Config,
-    format: Format,
+    options: &ConvertOptions,
     report: &mut ConvertReport,
 ) -> Result<Vec<Planned>> {
-    let mut plan = Plan { checkpoint, format, list: Vec::new(), used: HashSet::new(), report };
+    let (format, medium) = (options.format, options.medium);
+    let mut plan = Plan { checkpoint, format, medium, list: Vec::new(), used: HashSet::new(), report };
     plan.model(config)?;
     for (n, layer) in config.layers.iter().enumerate() {
         plan.layer(config, n as u32, layer)?;
@@ -72,6 +74,8 @@ pub(super) fn plan(
 struct Plan<'a> {
     checkpoint: &'a Checkpoint,
     format: Format,
+    /// Some matrices get more bits.
+    medium: bool,
     list: Vec<Planned>,
     used: HashSet<Role>,
     report: &'a mut ConvertReport,
@@ -80,14 +84,14 @@ struct Plan<'a> {
 impl Plan<'_> {
     fn model(&mut self, config: &Config) -> Result<()> {
         let (hidden, vocab) = (config.hidden, config.vocab);
-        self.matrix(Role::Embed, vocab, hidden)?;
+        self.sensitive(Role::Embed, vocab, hidden, true)?;
         let different = self.checkpoint.head_differs()?;
         if different == Some(true) || (different.is_none() && !config.tied) {
             self.matrix(Role::Head, vocab, hidden)?;
         }
         if let Some(p) = config.per_layer {
             let width = config.layers.len() * p.width;
-            self.matrix(Role::PerLayerTable, p.vocab, width)?;
+            self.sensitive(Role::PerLayerTable, p.vocab, width, true)?;
             self.matrix(Role::PerLayerModelProj, width, hidden)?;
             self.norm(Role::PerLayerProjNorm, p.width)?;
         }
@@ -105,6 +109,7 @@ impl Plan<'_> {
         use LayerRole::*;
         let hidden = config.hidden;
         let (queries, keys) = (config.heads * layer.head_dim, layer.kv_heads * layer.head_dim);
+        let more = more_bits(n as usize, config.layers.len());
         let at = |role| Role::Layer(n, role);
         self.norm(at(InputNorm), hidden)?;
         self.matrix(at(QProj), queries, hidden)?;
@@ -113,7 +118,7 @@ impl Plan<'_> {
             self.matrix(at(KProj), keys, hidden)?;
             self.norm(at(KNorm), layer.head_dim)?;
             if !layer.values_are_keys {
-                self.matrix(at(VProj), keys, hidden)?;
+                self.sensitive(at(VProj), keys, hidden, more)?;
             }
         }
         self.matrix(at(OProj), hidden, queries)?;
@@ -121,10 +126,10 @@ impl Plan<'_> {
         self.norm(at(PreFfnNorm), hidden)?;
         self.matrix(at(Gate), layer.intermediate, hidden)?;
         self.matrix(at(Up), layer.intermediate, hidden)?;
-        self.matrix(at(Down), hidden, layer.intermediate)?;
+        self.sensitive(at(Down), hidden, layer.intermediate, more)?;
         self.norm(at(PostFfnNorm), hidden)?;
         if let Some(moe) = config.moe {
-            self.experts(hidden, n, moe)?;
+            self.experts(hidden, n, config.layers.len(), moe)?;
         }
         if let Some(p) = config.per_layer {
             self.matrix(at(PerLayerGate), p.width, hidden)?;
@@ -137,7 +142,7 @@ impl Plan<'_> {
         Ok(())
     }
 
-    fn experts(&mut self, hidden: usize, n: u32, moe: MoeConfig) -> Result<()> {
+    fn experts(&mut self, hidden: usize, n: u32, layers: usize, moe: MoeConfig) -> Result<()> {
         use LayerRole::*;
         let at = |role| Role::Layer(n, role);
         let MoeConfig { experts, width, .. } = moe;
@@ -162,7 +167,8 @@ impl Plan<'_> {
                 }
             }
             let name = spelled(at(role));
-            let format = self.choose(&name, cols);
+            let more = role == ExpertsDown && more_bits(n as usize, layers);
+            let format = self.choose(&name, cols, more);
             let dims = vec![cols as u64, (parts.len() * rows) as u64, experts as u64];
             let content = Content::Experts { layer: n, parts, experts, rows, cols };
             self.list.push(Planned { name, dims, format, content });
@@ -171,7 +177,13 @@ impl Plan<'_> {
     }
 
     fn matrix(&mut self, role: Role, rows: usize, cols: usize) -> Result<()> {
-        let format = self.choose(&spelled(role), cols);
+        let format = self.choose(&spelled(role), cols, false);
+        self.matrix_in(role, rows, cols, format)
+    }
+
+    /// A matrix that quantising hurts more than others, where `more` says that it is one of those with more bits.
+    fn sensitive(&mut self, role: Role, rows: usize, cols: usize, more: bool) -> Result<()> {
+        let format = self.choose(&spelled(role), cols, more);
         self.matrix_in(role, rows, cols, format)
     }
 
@@ -200,11 +212,12 @@ impl Plan<'_> {
     }
 
     /// The chosen format where rows are whole blocks of it, else the finest block format, else none.
-    fn choose(&mut self, name: &str, cols: usize) -> Format {
+    fn choose(&mut self, name: &str, cols: usize, more: bool) -> Format {
+        let wanted = if self.medium && more { Format::Q6K } else { self.format };
         let whole = |format: &Format| format.row_bytes(cols).is_some();
-        let choices = [self.format, Format::Q8_0, Format::Bf16];
+        let choices = [wanted, Format::Q8_0, Format::Bf16];
         let format = choices.into_iter().find(whole).expect("BF16 has blocks of one value");
-        if format != self.format {
+        if format != wanted {
             self.report.fallbacks.push(Fallback { tensor: name.to_owned(), cols, format });
         }
         format
@@ -252,37 +265,48 @@ impl Planned {
         Planned { name, dims: vec![len as u64], format: Format::F32, content }
     }
 
-    /// Passes the tensor's bytes to `sink` in order.
+    /// Passes the tensor's bytes to `sink` in order; what they lost where they are a matrix's codes.
     pub(super) fn write(
         &self,
         checkpoint: &Checkpoint,
         config: &Config,
         sink: &mut dyn FnMut(&[u8]) -> Result<()>,
-    ) -> Result<()> {
+    ) -> Result<Option<Loss>> {
+        let mut loss = Loss::default();
         match self.content {
-            Content::Matrix { role, rows, cols } => self.encode(&checkpoint.expect(role, rows, cols)?, sink),
+            Content::Matrix { role, rows, cols } => {
+                self.encode(&checkpoint.expect(role, rows, cols)?, &mut loss, sink)?;
+                return Ok(Some(loss));
+            }
             Content::Experts { layer, parts, experts, rows, cols } => {
                 for e in 0..experts as u32 {
                     for &part in parts {
-                        self.encode(&checkpoint.expect_expert(layer, e, part, rows, cols)?, sink)?;
+                        self.encode(&checkpoint.expect_expert(layer, e, part, rows, cols)?, &mut loss, sink)?;
                     }
                 }
-                Ok(())
+                return Ok(Some(loss));
             }
-            Content::Vector { role, len } => sink(&bytes_of(&checkpoint.expect_vector(role, len)?)),
+            Content::Vector { role, len } => sink(&bytes_of(&checkpoint.expect_vector(role, len)?))?,
             Content::Norm { role, len } => {
                 let mut values = checkpoint.expect_vector(role, len)?;
                 if config.norm_plus_one {
                     values.iter_mut().for_each(|v| *v += 1.0);
                 }
-                sink(&bytes_of(&values))
+                sink(&bytes_of(&values))?;
             }
-            Content::Values(ref values) => sink(&bytes_of(values)),
+            Content::Values(ref values) => sink(&bytes_of(values))?,
         }
+        Ok(None)
     }
 
     /// A matrix in the tensor's format. GGUF's blocks lie inside rows, so pieces of rows can be encoded apart.
-    fn encode(&self, view: &TensorView<'_>, sink: &mut dyn FnMut(&[u8]) -> Result<()>) -> Result<()> {
+    fn encode(
+        &self,
+        view: &TensorView<'_>,
+        loss: &mut Loss,
+        sink: &mut dyn FnMut(&[u8]) -> Result<()>,
+    ) -> Result<()> {
+        let mut back = vec![0.0; view.cols];
         let rows_at_once = (PIECE_VALUES / view.cols).max(1);
         let mut values = vec![0.0; rows_at_once.min(view.rows) * view.cols];
         for first in (0..view.rows).step_by(rows_at_once) {
@@ -293,6 +317,11 @@ impl Planned {
             }
             let encoded = encode_rows(self.format, piece, rows, view.cols)
                 .map_err(|source| ConvertError::Encode { tensor: view.name.clone(), source })?;
+            let codes = encoded.view(view.name.as_str());
+            for (row, values) in piece.chunks_exact(view.cols).enumerate() {
+                decode_row(&codes, row, &mut back);
+                loss.add(values, &back);
+            }
             sink(&encoded.bytes)?;
         }
         Ok(())

@@ -95,7 +95,7 @@ impl Mix {
 }
 
 /// Whether a matrix at this place gets more bits than most: the first and the last eighth, and every third between.
-fn more_bits(place: usize, of: usize) -> bool {
+pub(crate) fn more_bits(place: usize, of: usize) -> bool {
     let eighth = of / 8;
     place < eighth || place >= 7 * of / 8 || (place - eighth) % 3 == 2
 }

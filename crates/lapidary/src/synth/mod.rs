@@ -6,7 +6,7 @@
 //! activations and logits stay finite and experts get an even load. What comes out is noise.
 
 mod metadata;
-mod mix;
+pub(crate) mod mix;
 mod shape;
 mod values;
 
