@@ -2,9 +2,10 @@
 
 use std::cell::UnsafeCell;
 use std::sync::Mutex;
+use std::time::{Duration, Instant};
 
 use lapidary_ops::{
-    Act, Batch, Error, GROUPS, Gain, Group, KvPlan, Mat, Outcome, PAGE_TOKENS, Result, SteerSet,
+    Act, Batch, Error, GROUPS, Gain, Group, KvPlan, Mat, Outcome, PAGE_TOKENS, Phase, Result, SteerSet,
 };
 
 use crate::attention::Sums;
@@ -34,6 +35,8 @@ pub(crate) struct Pass<'a> {
     pub outcome: Mutex<Outcome>,
     /// By worker: the best of its columns for each row of [`argmax`](lapidary_ops::Ops::argmax).
     pub best: Vec<Mutex<Vec<Best>>>,
+    /// When the pass began, and the marks of worker 0 since then, where times are wanted.
+    pub clock: Option<(Instant, Mutex<Vec<(Phase, Duration)>>)>,
     /// The steering sets that the device holds.
     pub steer_sets: &'a [Option<SteerSet>],
     /// By worker: row of the batch, edit and projection of what was steered.

@@ -16,6 +16,7 @@ mod lane;
 pub mod metrics;
 pub mod pages;
 mod prefix;
+pub mod profile;
 mod prompt;
 mod request;
 mod runner;

@@ -9,6 +9,7 @@ use crate::handles::{Act, ActSpec, Gain, Mat};
 use crate::kv::{Group, KvPlan, KvRef};
 use crate::ops::{Ops, Phase, TapPoint};
 use crate::steer::{Projections, SteerSet};
+use crate::timing::PassTiming;
 
 /// What a backend can fail with.
 #[non_exhaustive]
@@ -48,6 +49,8 @@ pub struct Outcome {
     pub phases: Vec<(Phase, f64)>,
     /// Bytes of weights that the pass read, for a backend that counts them; else 0.
     pub weight_bytes: u64,
+    /// The pass's times, when [`Backend::timings`] asked for them.
+    pub timing: Option<PassTiming>,
 }
 
 /// One copied activation, `[rows, width]` float32.
@@ -149,6 +152,20 @@ pub trait Backend: Send + fmt::Debug {
             Some(_) => Err(Error::Unsupported {
                 device: self.report().backend.to_owned(),
                 what: "steering is not there for this device".to_owned(),
+            }),
+        }
+    }
+
+    /// Whether later passes note how long each [phase](crate::Phase) takes. Off at first, and then a mark costs nothing.
+    ///
+    /// # Errors
+    /// `Unsupported` by the default, for a backend without a clock.
+    fn timings(&mut self, on: bool) -> Result<()> {
+        match on {
+            false => Ok(()),
+            true => Err(Error::Unsupported {
+                device: self.report().backend.to_owned(),
+                what: "times of phases are not there for this device".to_owned(),
             }),
         }
     }

@@ -2,10 +2,11 @@
 
 use std::collections::BTreeMap;
 use std::io::{Write, stdout};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use lapidary::bandwidth::{ReadBandwidth, read_bandwidth};
 use lapidary::plan::MemoryPlan;
+use lapidary::timings::{Profile, Report};
 use lapidary::{Checkpoint, Config, TapPoint};
 use lapidary_engine::{Heads, Prompt, Stepper};
 use serde_json::{Value, json};
@@ -57,6 +58,9 @@ pub struct Args {
     pub compute: ComputeFlag,
     #[command(flatten)]
     pub device: DeviceArgs,
+    /// Tell where the time of each test went; the clocks take a little of it
+    #[arg(long)]
+    pub profile: bool,
     /// Print JSON
     #[arg(long)]
     pub json: bool,
@@ -68,6 +72,7 @@ struct Measured {
     test: Test,
     /// Tokens a second of each repetition.
     rates: Vec<f64>,
+    profile: Option<Report>,
 }
 
 /// One test: what is timed, and after how many tokens it starts.
@@ -130,11 +135,20 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
         }
         level = stepper.runner().report().level;
         for &test in &tests {
-            let rates = (0..=args.repetitions)
-                .map(|_| rate(&mut stepper, test, args))
-                .collect::<Result<Vec<_>, _>>()?;
             // The first run pays for page faults and warms caches.
-            measured.push(Measured { threads, test, rates: rates[1..].to_vec() });
+            rate(&mut stepper, test, args)?;
+            let mut steps = Vec::new();
+            let (mut rates, mut total, mut rest) = (Vec::new(), Duration::ZERO, Duration::ZERO);
+            for _ in 0..args.repetitions {
+                let (rate, profile) = rate(&mut stepper, test, args)?;
+                rates.push(rate);
+                if let Some(profile) = profile {
+                    steps.extend(profile.steps);
+                    (total, rest) = (total + profile.total, rest + profile.rest);
+                }
+            }
+            let profile = args.profile.then(|| Report::new(&Profile { steps, total, rest }));
+            measured.push(Measured { threads, test, rates, profile });
         }
         drop(stepper);
         memory.entry(threads).or_insert_with(|| read_bandwidth(threads));
@@ -148,8 +162,12 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Tokens a second of one run.
-fn rate(stepper: &mut Stepper, test: Test, args: &Args) -> Result<f64, lapidary_engine::Error> {
+/// Tokens a second of one run, and its profile where one is wanted.
+fn rate(
+    stepper: &mut Stepper,
+    test: Test,
+    args: &Args,
+) -> Result<(f64, Option<Profile>), lapidary_engine::Error> {
     start_at(stepper, test.depth)?;
     match test.work {
         Work::Prompt(n) => {
@@ -158,21 +176,29 @@ fn rate(stepper: &mut Stepper, test: Test, args: &Args) -> Result<f64, lapidary_
             let last = stepper.model().layers.len() - 1;
             let whole = [TapPoint::LayerOut(last)];
             stepper.set_capture(if args.no_tail_skip { &whole } else { &[] });
+            if args.profile {
+                stepper.start_profile(false)?;
+            }
             let start = Instant::now();
             let run = stepper.prefill_each(&prompt, Heads::Last, &mut |_| {});
             let seconds = start.elapsed().as_secs_f64();
             stepper.set_capture(&[]);
+            let profile = stepper.take_profile();
             run?;
-            Ok(n as f64 / seconds)
+            Ok((n as f64 / seconds, profile))
         }
         Work::Generate(n) => {
             let bos = stepper.model().config.bos;
             let mut token = stepper.decode_step(bos, test.depth)?;
+            if args.profile {
+                stepper.start_profile(false)?;
+            }
             let start = Instant::now();
             for position in test.depth + 1..=test.depth + n {
                 token = stepper.decode_step(token, position)?;
             }
-            Ok(n as f64 / start.elapsed().as_secs_f64())
+            let seconds = start.elapsed().as_secs_f64();
+            Ok((n as f64 / seconds, stepper.take_profile()))
         }
     }
 }
@@ -255,6 +281,16 @@ impl About<'_> {
             ]);
         }
         text += &table.render();
+        for m in measured {
+            if let Some(profile) = &m.profile {
+                text += &format!(
+                    "{} with {} threads, where the time went:\n{}",
+                    m.test.name(),
+                    m.threads,
+                    profile.text()
+                );
+            }
+        }
         for b in memory.values() {
             text += &format!(
                 "memory, {} {}: {:.2} GB/s read, over {}\n",
@@ -283,6 +319,9 @@ impl About<'_> {
                     "fastest": most(&m.rates),
                     "rates": m.rates,
                 });
+                if let Some(profile) = &m.profile {
+                    test["profile"] = profile.json();
+                }
                 if let Work::Generate(n) = m.test.work {
                     let bytes = self.bytes_per_token(m.test.depth, n);
                     let limit = memory[&m.threads].bytes_per_second / bytes as f64;
