@@ -1,6 +1,7 @@
 //! Reads a request's JSON: where it is wrong by field, and which of its fields nothing here knows.
 
 use std::fmt::Write;
+use std::time::Duration;
 
 use axum::body::Bytes;
 use axum::extract::{FromRequest, Request};
@@ -16,6 +17,9 @@ pub const IGNORED: HeaderName = HeaderName::from_static("x-lapidary-ignored");
 
 /// Names listed at most; a hostile request could have any number.
 const MAX_NAMES: usize = 32;
+
+/// Time in which a body has to arrive.
+const BODY_TIME: Duration = Duration::from_secs(60);
 
 /// A request's JSON and the fields of it that have no effect.
 #[derive(Debug)]
@@ -123,7 +127,9 @@ fn spelled(path: &serde_ignored::Path<'_>) -> String {
             parent if parent.is_empty() => key.clone(),
             parent => format!("{parent}.{key}"),
         },
-        Path::Some { parent } | Path::NewtypeStruct { parent } | Path::NewtypeVariant { parent } => spelled(parent),
+        Path::Some { parent } | Path::NewtypeStruct { parent } | Path::NewtypeVariant { parent } => {
+            spelled(parent)
+        }
     }
 }
 
