@@ -123,7 +123,9 @@ fn spelled(path: &serde_ignored::Path<'_>) -> String {
             parent if parent.is_empty() => key.clone(),
             parent => format!("{parent}.{key}"),
         },
-        Path::Some { parent } | Path::NewtypeStruct { parent } | Path::NewtypeVariant { parent } => spelled(parent),
+        Path::Some { parent } | Path::NewtypeStruct { parent } | Path::NewtypeVariant { parent } => {
+            spelled(parent)
+        }
     }
 }
 

@@ -5,10 +5,10 @@
 //! not be the one that runs it.
 #![cfg(feature = "cuda")]
 
-mod ops;
-mod pair;
 mod attn_decode;
 mod lab;
+mod ops;
+mod pair;
 mod probe;
 mod producers;
 mod skinny_gemm;

@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
+use crate::common::*;
 use axum::body::Body;
 use axum::http::Request;
-use crate::common::*;
 use lapidary::service::RequestError;
 use lapidary_server::{App, Keys, ServerOptions};
 use serde_json::{Value, json};
@@ -188,7 +188,10 @@ fn cross_origin_reading_is_off_unless_asked_for() {
         let server = Server::with(options, []);
         assert_eq!(server.send(ask("https://a.example")).await.header(allowed), "https://a.example");
         assert_eq!(server.send(ask("https://b.example")).await.header(allowed), "");
-        let preflight = Request::builder().method("OPTIONS").uri("/v1/chat/completions").header("origin", "https://a.example");
+        let preflight = Request::builder()
+            .method("OPTIONS")
+            .uri("/v1/chat/completions")
+            .header("origin", "https://a.example");
         let answer = server.send(preflight.body(Body::empty()).unwrap()).await;
         assert_eq!((answer.status.as_u16(), answer.header(allowed)), (204, "https://a.example"));
         assert!(answer.header("access-control-allow-headers").contains("authorization"));
