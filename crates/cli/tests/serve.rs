@@ -73,14 +73,18 @@ impl Drop for Server {
 }
 
 const JSON: &str = "content-type: application/json\r\n";
-const CHAT: &str = r#"{"messages":[{"role":"user","content":"What is the capital of Kenya?"}],"temperature":0}"#;
+const CHAT: &str =
+    r#"{"messages":[{"role":"user","content":"What is the capital of Kenya?"}],"temperature":0}"#;
 
 #[test]
 fn a_server_answers_and_ends_with_code_0_on_sigterm() {
     let mut server = Server::start(&["--served-model-name", "a", "--served-model-name", "b/c"], None);
     let reply = server.ask("POST", "/v1/chat/completions", JSON, CHAT);
     assert!(reply.starts_with("HTTP/1.1 200"), "{reply}");
-    assert!(reply.contains("The capital of Kenya is Nairobi.") && reply.contains(r#""model":"a""#), "{reply}");
+    assert!(
+        reply.contains("The capital of Kenya is Nairobi.") && reply.contains(r#""model":"a""#),
+        "{reply}"
+    );
     assert!(server.ask("GET", "/v1/models", "", "").contains("b/c"));
     assert!(server.ask("GET", "/health", "", "").starts_with("HTTP/1.1 200"));
     assert!(server.ask("GET", "/", "", "").contains("<title>lapidary</title>"));
@@ -109,9 +113,11 @@ fn keys_come_from_the_environment_and_from_a_file() {
 fn a_batch_is_answered_line_by_line() {
     let folder = tempfile::tempdir().expect("a folder");
     let (input, output) = (folder.path().join("in.jsonl"), folder.path().join("out.jsonl"));
-    let line = |id: &str| format!("{{\"custom_id\":\"{id}\",\"url\":\"/v1/chat/completions\",\"body\":{CHAT}}}\n");
+    let line =
+        |id: &str| format!("{{\"custom_id\":\"{id}\",\"url\":\"/v1/chat/completions\",\"body\":{CHAT}}}\n");
     std::fs::write(&input, [line("x"), line("y")].concat()).expect("it is ours");
-    let args = ["batch", "-t", "1", "--ctx", "256", input.to_str().expect("text"), output.to_str().expect("text")];
+    let args =
+        ["batch", "-t", "1", "--ctx", "256", input.to_str().expect("text"), output.to_str().expect("text")];
     let first = lapidary(args);
     assert!(first.err.contains("2 answered, 0 of them"), "{first:?}");
     let text = std::fs::read_to_string(&output).expect("it was written");
@@ -125,7 +131,8 @@ fn a_batch_is_answered_line_by_line() {
 fn bench_serve_measures_a_server() {
     let server = Server::start(&[], None);
     let url = format!("http://{}", server.address);
-    let args = ["bench", "serve", "--url", &url, "--requests", "3", "--prompt-words", "5-9", "--output-tokens", "4"];
+    let args =
+        ["bench", "serve", "--url", &url, "--requests", "3", "--prompt-words", "5-9", "--output-tokens", "4"];
     let figures: serde_json::Value = serde_json::from_str(&lapidary(args).ok()).expect("it is JSON");
     assert_eq!((&figures["completed"], &figures["output_tokens"]), (&3.into(), &12.into()), "{figures}");
     assert!(figures["first_token_ms"]["p50"].as_f64().expect("a number") > 0.0);

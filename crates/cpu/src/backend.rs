@@ -4,7 +4,7 @@ use std::sync::{Mutex, PoisonError};
 
 use lapidary_formats::{Format, TensorView};
 use lapidary_ops::{
-    Act, ActKind, ActRows, ActSpec, Backend, Batch, BatchShape, DeviceReport, Error, FileMap, Gain,
+    Act, ActKind, ActRows, ActSpec, Backend, Batch, BatchShape, DeviceReport, Error, FileMap, Gain, Group,
     KernelReport, KvPlan, KvRef, Mat, MemoryUse, Ops, Outcome, PAGE_TOKENS, Projections, Result, SteerSet,
 };
 
@@ -307,6 +307,14 @@ impl Backend for CpuBackend {
             }
         }
         Ok(())
+    }
+
+    fn page_read(&mut self, group: Group, page: usize, out: &mut Vec<u8>) -> Result<()> {
+        self.kv.read_page(group, page, out)
+    }
+
+    fn page_write(&mut self, group: Group, page: usize, bytes: &[u8]) -> Result<()> {
+        self.kv.write_page(group, page, bytes)
     }
 
     fn memory(&self) -> MemoryUse {

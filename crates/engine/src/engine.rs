@@ -134,7 +134,7 @@ impl Engine {
             ended: Condvar::new(),
             stats: Mutex::default(),
         });
-        let worker = Worker::new(runner, options, shared.clone(), inbox)?;
+        let worker = Worker::new(runner, options, shared.clone(), commands.clone(), inbox)?;
         let thread = std::thread::Builder::new().name("lapidary-engine".into());
         let thread = thread.spawn(move || worker.run()).map_err(|e| {
             Error::Backend(lapidary_ops::Error::Device(format!("starting the engine's thread: {e}")))

@@ -159,13 +159,7 @@ impl PagePool {
                 return Err(Error::OutOfPages { group, needed, free });
             }
         }
-        for (g, missing) in missing.into_iter().enumerate() {
-            for _ in 0..missing {
-                let page = self.groups[g].free.pop().expect("counted above");
-                self.groups[g].holders[page as usize] = 1;
-                sequence.tables[g].pages.push_back(page);
-            }
-        }
+        self.add_pages(sequence, missing);
         Ok(())
     }
 
@@ -327,6 +321,46 @@ impl PagePool {
             batch.pages[g].extend(pages.map(|&page| page as i32));
             PageTable { start, count: batch.pages[g].len() - start, first_block }
         })
+    }
+
+    /// A sequence that begins with these full pages, which others hold, and has no sliding ones yet.
+    pub(crate) fn hold(&mut self, full: &[u32]) -> SequencePages {
+        full.iter().for_each(|&page| self.add_holder(Group::Full.index(), page));
+        let mut sequence = SequencePages::default();
+        sequence.tables[Group::Full.index()].pages = full.iter().copied().collect();
+        sequence
+    }
+
+    /// Gives a sequence that [`PagePool::hold`] made so many more pages by group, the sliding ones from block
+    /// `first_sliding` on, or nothing at all.
+    ///
+    /// # Errors
+    /// `OutOfPages`.
+    pub(crate) fn extend(
+        &mut self,
+        sequence: &mut SequencePages,
+        first_sliding: usize,
+        more: [usize; GROUPS],
+    ) -> Result<()> {
+        for group in Group::ALL {
+            let (needed, free) = (more[group.index()], self.free_pages(group));
+            if needed > free {
+                return Err(Error::OutOfPages { group, needed, free });
+            }
+        }
+        sequence.tables[Group::Sliding.index()].first_block = first_sliding;
+        self.add_pages(sequence, more);
+        Ok(())
+    }
+
+    fn add_pages(&mut self, sequence: &mut SequencePages, more: [usize; GROUPS]) {
+        for (g, more) in more.into_iter().enumerate() {
+            for _ in 0..more {
+                let page = self.groups[g].free.pop().expect("as many are free");
+                self.groups[g].holders[page as usize] = 1;
+                sequence.tables[g].pages.push_back(page);
+            }
+        }
     }
 
     /// Lets a sequence hold `page`, which is held and has the same contents, in place of its own page for a block.

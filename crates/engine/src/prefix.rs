@@ -18,6 +18,7 @@
 //! - Kept pages that no request reads are given up before any request loses its own.
 
 mod chain;
+mod store;
 mod tree;
 
 use lapidary_ops::{Group, KvPlan, PAGE_TOKENS};
@@ -25,6 +26,8 @@ use lapidary_ops::{Group, KvPlan, PAGE_TOKENS};
 use crate::error::{Error, Result};
 
 pub(crate) use chain::{BlockKey, Chain, Content, digest};
+pub(crate) use store::{LoadedPages, Store};
+pub use store::{PrefixDir, StoreStats};
 pub use tree::PrefixStats;
 pub(crate) use tree::{Found, PrefixTree};
 
@@ -40,11 +43,19 @@ pub struct PrefixOptions {
     pub spacing: Option<usize>,
     /// Tokens that begin a turn: the last few of them in a prompt are where a later request may part.
     pub turn_tokens: Vec<u32>,
+    /// Where pages are stored too, so that they outlive the process.
+    pub dir: Option<PrefixDir>,
 }
 
 impl Default for PrefixOptions {
     fn default() -> PrefixOptions {
-        PrefixOptions { enabled: true, snapshot_bytes: None, spacing: None, turn_tokens: Vec::new() }
+        PrefixOptions {
+            enabled: true,
+            snapshot_bytes: None,
+            spacing: None,
+            turn_tokens: Vec::new(),
+            dir: None,
+        }
     }
 }
 

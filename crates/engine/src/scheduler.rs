@@ -57,6 +57,7 @@ use crate::prefix::{Chain, PrefixOptions, PrefixStats, PrefixTree};
 use crate::prompt::{Checked, Prompt, check_token};
 
 use pace::Pace;
+pub(crate) use reuse::{Left, Wanted};
 use sequence::{Rank, Sequence};
 
 /// Sizes and bounds.
@@ -255,6 +256,7 @@ pub struct Scheduler {
     options: SchedulerOptions,
     pool: PagePool,
     prefix: Option<PrefixTree>,
+    left: Vec<Left>,
     prefix_options: PrefixOptions,
     pace: Pace,
     running: BTreeMap<Rank, Sequence>,
@@ -315,6 +317,7 @@ impl Scheduler {
             options,
             pool,
             prefix: tree,
+            left: Vec::new(),
             prefix_options: prefix,
             pace: Pace::default(),
             running: BTreeMap::new(),
@@ -528,7 +531,10 @@ impl Scheduler {
         let sequence = self.running.remove(&rank).or_else(|| self.waiting.remove(&rank));
         let mut sequence = sequence.expect("a rank that is noted is in one of the two");
         match reason {
-            EndReason::Done(_) | EndReason::Cancelled => self.keep_end(&mut sequence),
+            EndReason::Done(_) | EndReason::Cancelled => {
+                self.keep_end(&mut sequence);
+                self.leave(&sequence);
+            }
             EndReason::Failed { .. } => self.forget(&sequence),
         }
         self.pool.free(sequence.pages);

@@ -4,7 +4,6 @@ use std::collections::VecDeque;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use lapidary_cpu::{CpuBackend, CpuOptions};
 use lapidary_engine::generate::{Generation, Request};
 use lapidary_engine::{Prompt, Runner, Stepper};
 use lapidary_model::{BuildOptions, Config, Family, Limits, Model, Progress};
@@ -330,6 +329,7 @@ pub(crate) fn load_with_text(
 }
 
 /// Builds a checkpoint's model on the CPU, without any text.
+/// Builds a checkpoint's model on its device, without any text.
 ///
 /// # Errors
 /// As [`Gemma::load`].
@@ -354,8 +354,7 @@ fn load_runner(
         config.notes.push(format!("final logit softcap {cap} as asked, in place of the checkpoint's {own}"));
         config.final_softcap = Some(cap);
     }
-    let cpu = CpuOptions { threads: options.threads, compute: options.compute, level: options.level };
-    let mut backend: Box<dyn Backend> = Box::new(CpuBackend::new(cpu)?);
+    let mut backend = options.device.backend(options)?;
     let context = options.context_for(&config);
     let limits = Limits { rows: options.chunk.clamp(1, context.max(1)), head_rows: options.head_rows.max(1) };
     let build = BuildOptions { limits, embed_scale: options.embed_scale };

@@ -13,6 +13,7 @@ pub mod capture;
 pub mod check;
 pub mod convert;
 mod defaults;
+pub mod device;
 mod error;
 mod gemma;
 pub mod host;
@@ -31,6 +32,7 @@ pub use answer::{Answer, Piece};
 #[cfg(feature = "pebble")]
 pub use builtin::builtin;
 pub use defaults::Defaults;
+pub use device::Device;
 pub use error::{Error, Result};
 pub use gemma::{Gemma, TemplateSource, load_stepper};
 pub use lapidary_engine::generate::{FinishReason, Usage};

@@ -3,7 +3,7 @@
 
 mod common;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use common::client::{Reply, drawn, greedy, run, submit};
@@ -13,7 +13,7 @@ use common::{On, Setup};
 use lapidary_engine::generate::{Event, Generation, Request};
 use lapidary_engine::sampling::Sampled;
 use lapidary_engine::{
-    Engine, EngineFinish, EngineOptions, EngineRequest, PrefixOptions, SoftKind, SoftSpan,
+    Engine, EngineFinish, EngineOptions, EngineRequest, PrefixDir, PrefixOptions, SoftKind, SoftSpan,
 };
 use lapidary_ops::{Group, KvFormat, PAGE_TOKENS};
 use lapidary_reference::Golden;
@@ -344,4 +344,134 @@ fn a_budget_that_holds_no_window_is_refused() {
     let options = EngineOptions { prefix, ..EngineOptions::new(&runner, CONTEXT, 2) };
     let error = Engine::start(runner, options).unwrap_err().to_string();
     assert!(error.contains(&(2 * page).to_string()), "{error}");
+}
+
+/// Options that store pages in `folder`.
+fn stored(options: &mut EngineOptions, folder: &Path, model: &str) {
+    let (path, model) = (folder.to_owned(), model.to_owned());
+    options.prefix.dir = Some(PrefixDir { path, bytes: 1 << 30, model });
+}
+
+/// The files below a folder.
+fn files(folder: &Path) -> Vec<PathBuf> {
+    let folders = std::fs::read_dir(folder).unwrap().map(|f| f.unwrap().path());
+    let mut files: Vec<PathBuf> =
+        folders.flat_map(|f| std::fs::read_dir(f).unwrap().map(|f| f.unwrap().path())).collect();
+    files.sort();
+    files
+}
+
+#[test]
+fn b02_what_was_stored_is_gone_on_with_after_a_restart() {
+    for place in Place::all() {
+        let folder = tempfile::tempdir().unwrap();
+        let what = place.what();
+        let first = ids(1, 411);
+        let engine = place.engine(|o| stored(o, folder.path(), "a"));
+        let reply = place.checked(&engine, || asked(&first, 25));
+        drained(&engine);
+        engine.shutdown();
+        let next = [&first[..], &reply.tokens, &ids(2, 40)].concat();
+        for turn in 0..2 {
+            let engine = place.engine(|o| stored(o, folder.path(), "a"));
+            let reply = place.checked(&engine, || asked(&next, 20));
+            let most = if turn == 0 { 40 + 2 * PAGE_TOKENS } else { PAGE_TOKENS };
+            assert!(computed(&reply) <= most, "{what}: {} rows", computed(&reply));
+            let again = place.checked(&engine, || asked(&first, 25));
+            assert!(computed(&again) <= PAGE_TOKENS, "{what}: {} rows", computed(&again));
+            drained(&engine);
+            let stats = engine.stats().store.unwrap();
+            assert!(stats.loaded > 10 && stats.damaged == 0 && stats.failed == 0, "{stats:?}");
+        }
+        // Another model's pages are not for this one.
+        let engine = place.engine(|o| stored(o, folder.path(), "b"));
+        let reply = place.checked(&engine, || asked(&next, 20));
+        assert_eq!(reply.usage.cached_tokens, 0);
+    }
+}
+
+#[test]
+fn stored_pages_that_are_damaged_are_dropped_and_the_rest_serves() {
+    let place = Place::tiny(Variant::PerLayerInputs, KvFormat::F16);
+    let first = ids(1, 411);
+    let mut cached = Vec::new();
+    for case in 0..6 {
+        let folder = tempfile::tempdir().unwrap();
+        let engine = place.engine(|o| stored(o, folder.path(), "a"));
+        place.checked(&engine, || asked(&first, 25));
+        engine.shutdown();
+        let all = files(folder.path());
+        for (i, file) in all.iter().enumerate() {
+            let bytes = std::fs::read(file).unwrap();
+            let full = file.extension().is_some_and(|e| e == "full");
+            match case {
+                // As a process that was killed, or a disk that lies, may leave them.
+                1 if !full && i % 2 == 0 => std::fs::write(file, &bytes[..bytes.len() / 2]).unwrap(),
+                2 if full && i == all.len() / 2 => std::fs::write(file, b"").unwrap(),
+                3 => std::fs::write(file, [&bytes[..99], &[bytes[99] ^ 4], &bytes[100..]].concat()).unwrap(),
+                4 if i % 3 == 0 => std::fs::remove_file(file).unwrap(),
+                5 => std::fs::rename(file, file.with_extension("1.unfinished")).unwrap(),
+                _ => {}
+            }
+        }
+        let engine = place.engine(|o| stored(o, folder.path(), "a"));
+        let reply = place.checked(&engine, || asked(&first, 25));
+        cached.push(reply.usage.cached_tokens);
+        drained(&engine);
+        let damaged = engine.stats().store.unwrap().damaged;
+        assert_eq!(damaged > 0, (1..=3).contains(&case), "case {case}: {damaged}");
+    }
+    println!("cached rows by kind of damage: {cached:?}");
+    assert!(cached[0] >= 384 && cached[3] == 0 && cached[5] == 0, "{cached:?}");
+}
+
+#[test]
+fn requests_that_wait_for_stored_pages_can_be_cancelled_and_time_out() {
+    let place = Place::tiny(Variant::Dense, KvFormat::F32);
+    let folder = tempfile::tempdir().unwrap();
+    let engine = place.engine(|o| stored(o, folder.path(), "a"));
+    let prompts: Vec<Vec<u32>> = (0..8).map(|i| ids(i, 400)).collect();
+    prompts.iter().for_each(|p| drop(run(&engine, asked(p, 3))));
+    engine.shutdown();
+    let engine = place.engine(|o| stored(o, folder.path(), "a"));
+    let pending: Vec<_> = prompts
+        .iter()
+        .enumerate()
+        .map(|(i, p)| {
+            let timeout = (i % 4 == 1).then_some(Duration::from_micros(1));
+            let pending = submit(&engine, EngineRequest { timeout, ..asked(p, 5) });
+            if i % 4 == 2 {
+                pending.ticket.cancel();
+            }
+            pending
+        })
+        .collect();
+    for (i, (pending, prompt)) in pending.into_iter().zip(&prompts).enumerate() {
+        let reply = pending.wait();
+        match i % 4 {
+            1 => assert_eq!(reply.reason, EngineFinish::TimedOut),
+            2 => assert_eq!(reply.reason, EngineFinish::Cancelled),
+            _ => {
+                assert_eq!(reply.sampled, place.cold(&asked(prompt, 5)));
+                assert!(computed(&reply) <= PAGE_TOKENS);
+            }
+        }
+    }
+    drained(&engine);
+}
+
+#[test]
+fn a_device_that_hands_out_no_pages_and_a_folder_that_is_none_are_told_at_the_start() {
+    let place = Place::tiny(Variant::Dense, KvFormat::F32);
+    let folder = tempfile::tempdir().unwrap();
+    let start = |on, path: &Path| {
+        let runner = hooked_runner(&place.folder, on, setup(place.kv), &wide());
+        let mut options = EngineOptions::new(&runner, CONTEXT, 1);
+        stored(&mut options, path, "a");
+        Engine::start(runner, options).unwrap_err().to_string()
+    };
+    assert!(start(On::Reference, folder.path()).contains("pages of keys and values"));
+    let file = folder.path().join("a file");
+    std::fs::write(&file, b"x").unwrap();
+    assert!(start(ON, &file).contains("a file"));
 }

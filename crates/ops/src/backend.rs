@@ -6,7 +6,7 @@ use lapidary_formats::{FileMap, Format, TensorView};
 
 use crate::batch::{Batch, BatchError, BatchShape};
 use crate::handles::{Act, ActSpec, Gain, Mat};
-use crate::kv::{KvPlan, KvRef};
+use crate::kv::{Group, KvPlan, KvRef};
 use crate::ops::{Ops, Phase, TapPoint};
 use crate::steer::{Projections, SteerSet};
 
@@ -197,6 +197,28 @@ pub trait Backend: Send + fmt::Debug {
         k: &mut [f32],
         v: &mut [f32],
     ) -> Result<()>;
+
+    /// Appends the bytes of one page of a group as stored, layer after layer, [`KvGroupPlan::page_bytes`](crate::KvGroupPlan::page_bytes) each.
+    ///
+    /// # Errors
+    /// `Unsupported` by a backend that cannot hand pages out; a page outside the pools.
+    fn page_read(&mut self, _group: Group, _page: usize, _out: &mut Vec<u8>) -> Result<()> {
+        Err(Error::Unsupported {
+            device: self.report().backend.into(),
+            what: "hand out pages of keys and values".into(),
+        })
+    }
+
+    /// Puts back what [`Backend::page_read`] handed out, into any page of the same group.
+    ///
+    /// # Errors
+    /// As `page_read`, and a wrong number of bytes; nothing has changed then.
+    fn page_write(&mut self, _group: Group, _page: usize, _bytes: &[u8]) -> Result<()> {
+        Err(Error::Unsupported {
+            device: self.report().backend.into(),
+            what: "take in pages of keys and values".into(),
+        })
+    }
 
     /// Bytes held.
     fn memory(&self) -> MemoryUse;

@@ -88,6 +88,27 @@ impl PrefixTree {
         (blocks * PAGE_TOKENS + 1).saturating_sub(window) / PAGE_TOKENS
     }
 
+    /// The first block of the window before the end of block `blocks - 1`, where there are sliding layers.
+    pub fn window_from(&self, blocks: usize) -> Option<usize> {
+        self.window.map(|_| self.first_block(blocks))
+    }
+
+    /// Whether blocks have full pages.
+    pub fn has_full(&self) -> bool {
+        self.has_full
+    }
+
+    /// The full pages of blocks, all of which must be in the tree.
+    pub fn full_pages(&self, keys: &[BlockKey]) -> Option<Vec<u32>> {
+        let pages = keys.iter().map(|key| self.nodes.get(key).map(|node| node.full));
+        Some(pages.collect::<Option<Vec<_>>>()?.into_iter().flatten().collect())
+    }
+
+    /// Page `place`, from the oldest, of the snapshot at a block.
+    pub fn sliding_page(&self, key: BlockKey, place: usize) -> Option<u32> {
+        self.nodes.get(&key)?.snapshot.as_ref()?.pages.get(place).copied()
+    }
+
     /// How many blocks of `keys` are in the tree, and after how many of them, at most `most`, a request can go on.
     pub fn find(&self, keys: &[BlockKey], most: usize) -> Found {
         // A block in the tree has all before it there too.

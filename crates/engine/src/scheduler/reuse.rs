@@ -1,11 +1,13 @@
 //! What the scheduler keeps of sequences, and how others go on from it.
 
-use lapidary_ops::{GROUPS, PAGE_TOKENS};
+use std::ops::Range;
 
-use super::Scheduler;
+use lapidary_ops::{GROUPS, Group, PAGE_TOKENS};
+
 use super::sequence::{Rank, Sequence};
-use crate::pages::PagePool;
-use crate::prefix::{Found, PrefixTree};
+use super::{Prepared, Scheduler};
+use crate::pages::{PagePool, SequencePages};
+use crate::prefix::{BlockKey, Found, PrefixTree, Store};
 
 impl Scheduler {
     /// Notes where a sequence should leave snapshots.
@@ -79,16 +81,118 @@ impl Scheduler {
         let (Some(tree), Some(chain)) = (&mut self.prefix, &sequence.chain) else { return };
         let blocks = sequence.parting((sequence.cursor() / PAGE_TOKENS).min(chain.keys().len()));
         if tree.keep(&mut self.pool, chain.keys(), blocks, &mut sequence.pages) {
-            sequence.kept.push(chain.keys()[blocks - 1]);
+            sequence.kept.push(blocks);
         }
+    }
+
+    /// Notes what a sequence that ends leaves in the tree, where somebody stores it.
+    pub(super) fn leave(&mut self, sequence: &Sequence) {
+        let Some(chain) = sequence.chain.as_ref().filter(|_| self.prefix_options.dir.is_some()) else {
+            return;
+        };
+        if let Some(most) = sequence.kept.iter().max() {
+            let keys = chain.keys()[..*most].to_vec();
+            self.left.push(Left { keys, snapshots: sequence.kept.clone() });
+        }
+    }
+
+    /// What sequences that have ended since the last call left in the tree: the keys of a beginning, and after how
+    /// many of its blocks there are snapshots.
+    pub(crate) fn take_left(&mut self) -> Vec<Left> {
+        std::mem::take(&mut self.left)
+    }
+
+    /// What the tree and a store together know of a prompt's beginning.
+    pub(crate) fn stored(&self, prepared: &Prepared, store: &Store) -> Option<Wanted> {
+        let (tree, chain) = (self.prefix.as_ref()?, prepared.chain.as_ref()?);
+        let keys = chain.keys();
+        let most = (prepared.prompt.len() - 1) / PAGE_TOKENS;
+        let found = tree.find(keys, most);
+        let first = |blocks| tree.window_from(blocks);
+        let blocks = store.depth(keys, found.known, found.usable, most, first)?;
+        let named = |range: Range<usize>| range.map(|b| (b, keys[b])).collect();
+        let full = if tree.has_full() { named(found.known.min(blocks)..blocks) } else { Vec::new() };
+        let sliding = first(blocks).map_or(Vec::new(), |first| named(first..blocks));
+        Some(Wanted { blocks, pages: [sliding, full] })
+    }
+
+    /// Pages for a beginning of `blocks` blocks that comes from elsewhere; `None` when there are none to spare, or
+    /// what the tree knew of it has gone. The caller fills those named in [`Import::fresh`] and hands them to
+    /// [`Scheduler::keep_import`].
+    pub(crate) fn import(&mut self, prepared: &Prepared, wanted: &Wanted) -> Option<Import> {
+        let (tree, chain) = (self.prefix.as_mut()?, prepared.chain.as_ref()?);
+        let blocks = wanted.blocks;
+        let known = wanted.pages[Group::Full.index()].first().map_or(blocks, |(block, _)| *block);
+        let full = tree.full_pages(&chain.keys()[..known])?;
+        let mut pages = self.pool.hold(&full);
+        let fresh = Group::ALL.map(|g| wanted.pages[g.index()].len());
+        let enough = Group::ALL.iter().all(|&g| self.pool.available(g) >= fresh[g.index()]);
+        if enough {
+            Group::ALL.iter().for_each(|&g| tree.evict(&mut self.pool, g, fresh[g.index()]));
+        }
+        let first = tree.window_from(blocks).unwrap_or(0);
+        if !enough || self.pool.extend(&mut pages, first, fresh).is_err() {
+            self.pool.free(pages);
+            return None;
+        }
+        Some(Import { pages, blocks })
+    }
+
+    /// Puts a beginning whose pages were filled into the tree, or gives the pages back when they were not.
+    pub(crate) fn keep_import(&mut self, prepared: &Prepared, mut import: Import, filled: bool) {
+        if let (true, Some(tree), Some(chain)) = (filled, &mut self.prefix, &prepared.chain) {
+            tree.keep(&mut self.pool, chain.keys(), import.blocks, &mut import.pages);
+        }
+        self.pool.free(import.pages);
+    }
+
+    /// The tree's pages for a block, `None` where it has none (any more): the sliding one when a snapshot after
+    /// `blocks` blocks of `keys` holds it.
+    pub(crate) fn kept_page(&self, left: &Left, blocks: usize, group: Group, block: usize) -> Option<u32> {
+        let tree = self.prefix.as_ref()?;
+        match group {
+            Group::Full => tree.full_pages(&left.keys[block..=block])?.first().copied(),
+            Group::Sliding => {
+                tree.sliding_page(left.keys[blocks - 1], block.checked_sub(tree.window_from(blocks)?)?)
+            }
+        }
+    }
+
+    /// The first block of the window before the end of block `blocks - 1`, where there are sliding layers.
+    pub(crate) fn window_from(&self, blocks: usize) -> Option<usize> {
+        self.prefix.as_ref()?.window_from(blocks)
     }
 
     /// Takes back what a sequence that failed has left: its keys and values may be what failed.
     pub(super) fn forget(&mut self, sequence: &Sequence) {
-        if let Some(tree) = &mut self.prefix {
-            sequence.kept.iter().for_each(|key| tree.forget(&mut self.pool, *key));
-        }
+        let (Some(tree), Some(chain)) = (&mut self.prefix, &sequence.chain) else { return };
+        sequence.kept.iter().for_each(|blocks| tree.forget(&mut self.pool, chain.keys()[blocks - 1]));
     }
+}
+
+/// The beginning of a sequence that has ended.
+#[derive(Debug)]
+pub(crate) struct Left {
+    /// Names of its blocks.
+    pub keys: Vec<BlockKey>,
+    /// Numbers of blocks after which there are snapshots.
+    pub snapshots: Vec<usize>,
+}
+
+/// Pages that a store has and the tree has not.
+#[derive(Clone, Debug)]
+pub(crate) struct Wanted {
+    /// Blocks of the beginning.
+    pub blocks: usize,
+    /// By group the blocks whose pages are wanted.
+    pub pages: [Vec<(usize, BlockKey)>; GROUPS],
+}
+
+/// Pages for a beginning that comes from elsewhere.
+#[derive(Debug)]
+pub(crate) struct Import {
+    pub pages: SequencePages,
+    blocks: usize,
 }
 
 /// Takes the snapshots whose places a sequence has come to. Its pages still hold the windows of all rows of the
@@ -100,7 +204,7 @@ pub(super) fn keep_wanted(tree: &mut PrefixTree, pool: &mut PagePool, sequence: 
     {
         sequence.places.pop_front();
         if tree.keep(pool, chain.keys(), place, &mut sequence.pages) {
-            sequence.kept.push(chain.keys()[place - 1]);
+            sequence.kept.push(place);
         }
     }
 }

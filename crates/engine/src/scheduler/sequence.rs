@@ -9,7 +9,7 @@ use lapidary_ops::{Batch, PAGE_TOKENS};
 use super::RequestId;
 use crate::generate::FinishReason;
 use crate::pages::SequencePages;
-use crate::prefix::{BlockKey, Chain, Content};
+use crate::prefix::{Chain, Content};
 use crate::prompt::{Checked, push_token};
 
 /// Place in the order of requests; lower goes first.
@@ -40,8 +40,8 @@ pub(super) struct Sequence {
     pub chain: Option<Chain>,
     /// Blocks after which a snapshot is wanted, ascending.
     pub places: VecDeque<usize>,
-    /// Blocks that it left a snapshot at.
-    pub kept: Vec<BlockKey>,
+    /// Numbers of blocks after which it left a snapshot.
+    pub kept: Vec<usize>,
     prompt: Checked<'static>,
     answer: Vec<u32>,
     /// Rows with keys and values.
