@@ -7,7 +7,7 @@ use std::time::Instant;
 use clap_words::every_flag;
 use common::{command, finish, golden, json, lapidary, lapidary_with_input, pebble, root};
 
-const COMMANDS: [&str; 13] = [
+const COMMANDS: &[&str] = &[
     "run",
     "chat",
     "inspect",
@@ -24,7 +24,7 @@ const COMMANDS: [&str; 13] = [
     "completions",
 ];
 
-/// The flags that the issue of a command promises.
+/// The flags that a command promises.
 mod clap_words {
     pub fn every_flag(command: &str) -> &'static [&'static str] {
         match command {

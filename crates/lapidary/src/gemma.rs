@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use lapidary_engine::generate::{Generation, Request};
 use lapidary_engine::{Prompt, Runner, Stepper};
 use lapidary_model::{BuildOptions, Config, Family, Limits, Model, Progress};
-use lapidary_ops::{Backend, SteerSet};
+use lapidary_ops::SteerSet;
 use lapidary_text::{
     Builtin, ChatInput, ChatTemplate, OutputOptions, OutputParser, Specials, StreamDecoder, Tokenizer, Tools,
 };
@@ -291,7 +291,7 @@ pub(crate) struct LoadedText {
     pub notes: Vec<String>,
 }
 
-/// Builds a checkpoint's model on the CPU and reads its text.
+/// Builds a checkpoint's model on its device and reads its text.
 pub(crate) fn load_with_text(
     checkpoint: &Checkpoint,
     options: &LoadOptions,
@@ -328,7 +328,6 @@ pub(crate) fn load_with_text(
     Ok((runner, LoadedText { tokenizer, template, template_source, defaults, notes }))
 }
 
-/// Builds a checkpoint's model on the CPU, without any text.
 /// Builds a checkpoint's model on its device, without any text.
 ///
 /// # Errors
