@@ -79,11 +79,12 @@ impl<T: DeserializeOwned> FromRequest<App> for Wire<T> {
 
     async fn from_request(request: Request, app: &App) -> Result<Self, ApiError> {
         require_json(request.headers())?;
-        let bytes =
-            Bytes::from_request(request, app).await.map_err(|rejection| match rejection.status() {
-                StatusCode::PAYLOAD_TOO_LARGE => ApiError::too_large(app.options().body_limit),
-                _ => ApiError::bad_request(None, "the body could not be read to its end"),
-            })?;
+        let read = tokio::time::timeout(BODY_TIME, Bytes::from_request(request, app)).await;
+        let Ok(read) = read else { return Err(ApiError::slow_body(BODY_TIME)) };
+        let bytes = read.map_err(|rejection| match rejection.status() {
+            StatusCode::PAYLOAD_TOO_LARGE => ApiError::too_large(app.options().body_limit),
+            _ => ApiError::bad_request(None, "the body could not be read to its end"),
+        })?;
         let wire = parse(&bytes)?;
         wire.ignored.refuse_if(app.options().strict)?;
         Ok(wire)
