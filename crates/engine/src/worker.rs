@@ -50,6 +50,16 @@ pub(crate) enum Command {
     Shutdown,
 }
 
+/// Logits that are to be read.
+#[derive(Clone, Copy)]
+struct Read {
+    id: RequestId,
+    /// Of the token that follows.
+    position: usize,
+    /// The token with the largest logit, for an answer; `None` where the prompt's own token is scored.
+    best: Option<u32>,
+}
+
 /// The thread's own.
 pub(crate) struct Worker {
     runner: Runner,
@@ -66,6 +76,8 @@ pub(crate) struct Worker {
     /// Requests of a pass that failed, to be run alone.
     suspects: VecDeque<RequestId>,
     batch: Batch,
+    /// Rows of the batch at hand whose logits are wanted.
+    batch_heads: Vec<i32>,
     begun: Instant,
     stats: EngineStats,
     /// Requests that have ended since the figures were last put in.
@@ -95,6 +107,7 @@ impl Worker {
             loading: HashMap::new(),
             suspects: VecDeque::new(),
             batch: Batch::default(),
+            batch_heads: Vec::new(),
             begun: Instant::now(),
             stats: EngineStats::default(),
             ended: 0,
@@ -255,6 +268,7 @@ impl Worker {
     fn step(&mut self) {
         let mut batch = mem::take(&mut self.batch);
         if let Some(plan) = self.plan(&mut batch) {
+            self.batch_heads.clone_from(&batch.heads);
             self.announce(&plan);
             match self.forward(&plan, &batch) {
                 Ok(outcome) => self.answer(&plan, &outcome),
@@ -357,48 +371,64 @@ impl Worker {
     }
 
     fn choose(&mut self, plan: &Plan, outcome: &Outcome) -> Vec<Produced> {
-        let heads: Vec<(RequestId, usize)> = plan.heads().collect();
         let mut failures: Vec<(RequestId, FailureKind)> = Vec::new();
-        let mut read: Vec<usize> = Vec::new();
-        for (head, &(id, position)) in heads.iter().enumerate() {
+        let (mut rows, mut reads) = (Vec::new(), Vec::new());
+        for entry in &plan.entries {
             // Ended since the batch was planned.
-            let Some(active) = self.active.get_mut(&id) else { continue };
+            let Some(active) = self.active.get_mut(&entry.id) else { continue };
+            for head in entry.scores.clone() {
+                let row = self.batch_heads[head] as usize - entry.rows.start;
+                rows.push(head);
+                reads.push(Read { id: entry.id, position: entry.positions.start + row + 1, best: None });
+            }
+            let Some(head) = entry.head else { continue };
+            let position = entry.positions.end;
             match outcome.argmax.get(head).map(|&best| u32::try_from(best)) {
                 Some(Ok(best)) => match active.reads() {
-                    Reads::Logits => read.push(head),
+                    Reads::Logits => {
+                        rows.push(head);
+                        reads.push(Read { id: entry.id, position, best: Some(best) });
+                    }
                     Reads::Nothing => match active.choose(None, best, position) {
                         Ok(chosen) => active.chosen = Some(chosen),
-                        Err(kind) => failures.push((id, kind)),
+                        Err(kind) => failures.push((entry.id, kind)),
                     },
                 },
-                _ => failures.push((id, FailureKind::NonFinite { position: position - 1 })),
+                _ => failures.push((entry.id, FailureKind::NonFinite { position: position - 1 })),
             }
         }
         let active = &mut self.active;
-        let visited = self.runner.visit_logits(&read, &mut |i, logits| {
-            let (id, position) = heads[read[i]];
+        let visited = self.runner.visit_logits(&rows, &mut |i, logits| {
+            let Read { id, position, best } = reads[i];
             let active = active.get_mut(&id).expect("seen above");
-            match active.choose(Some(logits), outcome.argmax[read[i]] as u32, position) {
-                Ok(chosen) => active.chosen = Some(chosen),
-                Err(kind) => failures.push((id, kind)),
-            }
+            let read = match best {
+                None => active.score(logits, position),
+                Some(best) => active.choose(Some(logits), best, position).map(|c| active.chosen = Some(c)),
+            };
+            failures.extend(read.err().map(|kind| (id, kind)));
         });
         if let Err(error) = visited {
             let kind = FailureKind::Device(error.to_string());
-            failures.extend(read.iter().map(|&head| (heads[head].0, kind.clone())));
+            failures.extend(reads.iter().map(|read| (read.id, kind.clone())));
         }
         for (id, kind) in failures {
             self.leave(id, EngineFinish::Failed(kind));
         }
-        let token = |id: &RequestId| {
-            let chosen = self.active.get(id).and_then(|a| a.chosen.as_ref());
+        let token = |(id, _)| {
+            let chosen = self.active.get(&id).and_then(|a| a.chosen.as_ref());
             chosen.map_or(Produced::Failed, |c| Produced::Token(c.sampled.token))
         };
-        heads.iter().map(|(id, _)| token(id)).collect()
+        plan.heads().map(token).collect()
     }
 
     fn report_progress(&mut self, plan: &Plan) {
         for entry in &plan.entries {
+            let Some(active) = self.active.get_mut(&entry.id) else { continue };
+            match active.tell_scores() {
+                Ok(true) => {}
+                Ok(false) => self.leave(entry.id, EngineFinish::Cancelled),
+                Err(kind) => self.leave(entry.id, EngineFinish::Failed(kind)),
+            }
             let Some(active) = self.active.get_mut(&entry.id) else { continue };
             let fed = entry.positions.end.min(active.usage.prompt_tokens);
             if fed > active.fed {
