@@ -3,7 +3,7 @@
 use anyhow::bail;
 use lapidary::plan::{MemoryPlan, PlanOptions};
 use lapidary::service::{Service, ServiceOptions};
-use lapidary::{Checkpoint, Config, Gemma, LoadOptions, Progress, Stepper, host};
+use lapidary::{Checkpoint, Config, Gemma, LoadOptions, Progress, Stepper};
 use lapidary_model::Limits;
 
 use crate::model_args::{ComputeArg, DeviceArgs, LoadArgs, ModelArgs};
@@ -22,7 +22,7 @@ fn plan_for(checkpoint: &Checkpoint, config: &Config, options: &LoadOptions, seq
     MemoryPlan::new(
         checkpoint,
         config,
-        &PlanOptions { context, sequences, limits, kv, compute: options.compute },
+        &PlanOptions { context, sequences, limits, kv, compute: options.compute, device: options.device },
     )
 }
 
@@ -92,15 +92,16 @@ fn prepare(
         return Ok(());
     }
     let plan = plan_for(checkpoint, &config, options, sequences);
-    match host::memory().available {
+    match options.device.available() {
         Some(available) if plan.total() > available => bail!(
-            "the model needs {} of memory (weights {}, keys and values {}, activations {}), {} are available; lower \
+            "the model needs {} of memory (weights {}, keys and values {}, activations {}), {} are available on {}; lower \
              --ctx, take a smaller quantisation, or pass --ignore-memory to try",
             report::bytes(plan.total()),
             report::bytes(plan.weight_bytes()),
             report::bytes(plan.kv_bytes()),
             report::bytes(plan.activation_bytes()),
-            report::bytes(available)
+            report::bytes(available),
+            options.device
         ),
         _ => Ok(()),
     }

@@ -7,12 +7,13 @@ use std::time::Instant;
 use clap_words::every_flag;
 use common::{command, finish, golden, json, lapidary, lapidary_with_input, pebble, root};
 
-const COMMANDS: [&str; 13] = [
+const COMMANDS: &[&str] = &[
     "run",
     "chat",
     "inspect",
     "check",
     "dump",
+    "convert",
     "tokenize",
     "pull",
     "list",
@@ -23,7 +24,7 @@ const COMMANDS: [&str; 13] = [
     "completions",
 ];
 
-/// The flags that the issue of a command promises.
+/// The flags that a command promises.
 mod clap_words {
     pub fn every_flag(command: &str) -> &'static [&'static str] {
         match command {
@@ -72,6 +73,7 @@ mod clap_words {
                 "--also",
                 "hidden.N",
             ],
+            "convert" => &["FORMAT", "--model", "--output", "-o", "--pure", "--name", "--json", "q4_k_m"],
             "tokenize" => &["--ids", "--special", "--no-bos", "--json"],
             "pull" => &["REPO", "--offline", "--json", "HF_TOKEN", "HF_HOME", "HF_ENDPOINT"],
             "list" => &["--json"],

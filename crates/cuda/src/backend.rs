@@ -38,6 +38,9 @@ pub struct CudaOptions {
     pub compute: Compute,
     /// Whether to measure the time of each phase, which costs a little of it.
     pub profile: bool,
+    /// Puts random values of this format in the place of every matrix, so that speed can be measured without a
+    /// checkpoint.
+    pub random_weights: Option<Format>,
     /// Whether every pass runs as it is, none is recorded: for comparisons.
     pub eager: bool,
 }

@@ -4,9 +4,15 @@ use lapidary_ops::{ActKind, ActSpec, Result};
 
 use crate::args::Rows;
 use crate::driver::{Arena, Stream};
+use crate::footprint::activation_bytes;
 
 /// Rows start at multiples of this many values, so that kernels may read them 16 bytes at a time.
 const STRIDE: usize = 64;
+
+/// Values from one row of `width` values to the next.
+pub(crate) fn stride(width: usize) -> usize {
+    width.next_multiple_of(STRIDE)
+}
 
 /// One activation buffer.
 #[derive(Debug)]
@@ -21,8 +27,8 @@ impl Buffer {
     /// Allocates a buffer, all zeros; inputs of products in bf16 where `half` is set.
     pub fn new(arena: &mut Arena, stream: &Stream, spec: ActSpec, half: bool) -> Result<Buffer> {
         let bf16 = half && spec.kind == ActKind::Input;
-        let stride = spec.width.next_multiple_of(STRIDE);
-        let bytes = stride.saturating_mul(spec.max_rows).saturating_mul(if bf16 { 2 } else { 4 });
+        let stride = stride(spec.width);
+        let bytes = activation_bytes(&spec, half);
         let ptr = arena.take(bytes)?;
         // SAFETY: the memory was just taken.
         unsafe { stream.fill(ptr, 0, bytes)? };

@@ -209,12 +209,13 @@ impl Active {
         }
         let mask = (self.allowed == Next::Masked).then_some(&self.mask);
         let without: &[u32] = if self.too_early() { &self.stop_ids } else { &[] };
-        let chosen = self.sampler.sample_limited(logits, at, &self.counts, Limits { mask, without });
+        let chosen =
+            self.sampler.sample_limited(logits, Some(best), at, &self.counts, Limits { mask, without });
         match chosen {
             // A grammar that is complete allows nothing but the end.
             Err(SamplingError::NothingLeft { .. }) if !without.is_empty() && mask.is_some() => {
                 let limits = Limits { mask, without: &[] };
-                self.sampler.sample_limited(logits, at, &self.counts, limits).map_err(failed)
+                self.sampler.sample_limited(logits, Some(best), at, &self.counts, limits).map_err(failed)
             }
             other => other.map_err(failed),
         }

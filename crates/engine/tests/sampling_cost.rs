@@ -27,7 +27,7 @@ fn a_token_of_a_large_vocabulary_is_chosen_within_milliseconds() {
         for turn in 0..64 {
             let limits = Limits { mask, ..Limits::default() };
             let row = &rows[turn % rows.len()];
-            std::hint::black_box(sampler.sample_limited(row, turn as u64, &counts, limits).unwrap());
+            std::hint::black_box(sampler.sample_limited(row, None, turn as u64, &counts, limits).unwrap());
         }
         let each = start.elapsed() / 64;
         println!("{name}: {each:.0?} a token");

@@ -4,11 +4,10 @@ use std::collections::VecDeque;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use lapidary_cpu::{CpuBackend, CpuOptions};
 use lapidary_engine::generate::{Generation, Request};
 use lapidary_engine::{Prompt, Runner, Stepper};
 use lapidary_model::{BuildOptions, Config, Family, Limits, Model, Progress};
-use lapidary_ops::{Backend, SteerSet};
+use lapidary_ops::SteerSet;
 use lapidary_text::{
     Builtin, ChatInput, ChatTemplate, OutputOptions, OutputParser, Specials, StreamDecoder, Tokenizer, Tools,
 };
@@ -292,7 +291,7 @@ pub(crate) struct LoadedText {
     pub notes: Vec<String>,
 }
 
-/// Builds a checkpoint's model on the CPU and reads its text.
+/// Builds a checkpoint's model on its device and reads its text.
 pub(crate) fn load_with_text(
     checkpoint: &Checkpoint,
     options: &LoadOptions,
@@ -329,7 +328,7 @@ pub(crate) fn load_with_text(
     Ok((runner, LoadedText { tokenizer, template, template_source, defaults, notes }))
 }
 
-/// Builds a checkpoint's model on the CPU, without any text.
+/// Builds a checkpoint's model on its device, without any text.
 ///
 /// # Errors
 /// As [`Gemma::load`].
@@ -354,8 +353,7 @@ fn load_runner(
         config.notes.push(format!("final logit softcap {cap} as asked, in place of the checkpoint's {own}"));
         config.final_softcap = Some(cap);
     }
-    let cpu = CpuOptions { threads: options.threads, compute: options.compute, level: options.level };
-    let mut backend: Box<dyn Backend> = Box::new(CpuBackend::new(cpu)?);
+    let mut backend = options.device.backend(options)?;
     let context = options.context_for(&config);
     let limits = Limits { rows: options.chunk.clamp(1, context.max(1)), head_rows: options.head_rows.max(1) };
     let build = BuildOptions { limits, embed_scale: options.embed_scale };

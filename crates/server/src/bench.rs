@@ -4,6 +4,7 @@
 //! ones have been answered, because clients of a real service do not wait for each other. Lengths and times come from a
 //! seed, so that two servers get the same work.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use http_body_util::{BodyExt, Full};
@@ -12,6 +13,7 @@ use hyper::{Request, header};
 use hyper_util::rt::TokioIo;
 use serde_json::{Value, json};
 use tokio::net::TcpStream;
+use tokio::sync::Semaphore;
 
 /// What to send.
 #[derive(Debug, Clone)]
@@ -26,6 +28,9 @@ pub struct BenchOptions {
     pub requests: usize,
     /// Requests a second; all at once when not finite.
     pub rate: f64,
+    /// Requests in flight at most: further ones are sent as earlier ones end, and their times count from then. It makes
+    /// the loop a closed one, for comparisons at a fixed number of streams.
+    pub streams: Option<usize>,
     /// Words of a prompt, from and to.
     pub prompt_words: (usize, usize),
     /// Tokens of a reply, from and to. Servers that know `ignore_eos` give exactly that many.
@@ -62,6 +67,7 @@ pub async fn run(options: &BenchOptions) -> Result<Value, String> {
     let (host, path) = split_url(&options.url)?;
     let mut random = Random(options.seed);
     let shared = words(&mut random, options.shared_words);
+    let streams = Arc::new(Semaphore::new(options.streams.unwrap_or(Semaphore::MAX_PERMITS)));
     let start = Instant::now();
     let mut at = 0.0;
     let mut tasks = Vec::with_capacity(options.requests);
@@ -81,8 +87,13 @@ pub async fn run(options: &BenchOptions) -> Result<Value, String> {
         }
         let (host, path, key, limit) = (host.clone(), path.clone(), options.key.clone(), options.timeout);
         let due = start + Duration::from_secs_f64(at);
+        let streams = options.streams.is_some().then(|| streams.clone());
         tasks.push(tokio::spawn(async move {
             tokio::time::sleep_until(due.into()).await;
+            let (_permit, due) = match streams {
+                None => (None, due),
+                Some(streams) => (streams.acquire_owned().await.ok(), Instant::now()),
+            };
             let mut trace = Trace {
                 prompt_tokens: 0,
                 output_tokens: 0,
@@ -213,6 +224,7 @@ fn summary(options: &BenchOptions, traces: &[Trace], took: Duration) -> Value {
         "completed": good.len(),
         "errors": errors,
         "rate": if options.rate.is_finite() { json!(options.rate) } else { json!("all at once") },
+        "streams": options.streams,
         "prompt_words": [options.shared_words + options.prompt_words.0, options.shared_words + options.prompt_words.1],
         "output_tokens_asked": [options.output_tokens.0, options.output_tokens.1],
         "seed": options.seed,

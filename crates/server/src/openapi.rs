@@ -81,6 +81,8 @@ mod tests {
             ("TextFormat", fields::<responses::TextFormat>()),
             ("MessagesRequest", fields::<messages::MessagesBody>()),
             ("CountRequest", fields::<messages::MessagesBody>()),
+            ("OutputConfig", fields::<messages::OutputConfig>()),
+            ("OutputFormat", fields::<messages::OutputFormat>()),
             ("Turn", fields::<messages::Turn>()),
             ("Block", fields::<messages::Block>()),
             ("AnthropicTool", fields::<messages::Tool>()),

@@ -121,7 +121,6 @@ pub struct Watch {
     id: RequestId,
     route: &'static str,
     arrived: Instant,
-    last_token: Option<Instant>,
     first_token: Option<f64>,
     usage: ServiceUsage,
     failed: Option<RequestError>,
@@ -138,7 +137,6 @@ impl Watch {
             id,
             route,
             arrived: Instant::now(),
-            last_token: None,
             first_token: None,
             usage: ServiceUsage::default(),
             failed: None,
@@ -158,14 +156,10 @@ impl Watch {
                 }
             }
             ServiceEvent::Text { .. } | ServiceEvent::Thought { .. } | ServiceEvent::CallBegin { .. } => {
-                let now = Instant::now();
-                match self.last_token.replace(now) {
-                    Some(last) => metrics.inter_token.record((now - last).as_secs_f64()),
-                    None => {
-                        let first = (now - self.arrived).as_secs_f64();
-                        metrics.first_token.record(first);
-                        self.first_token = Some(first);
-                    }
+                if self.first_token.is_none() {
+                    let first = self.arrived.elapsed().as_secs_f64();
+                    metrics.first_token.record(first);
+                    self.first_token = Some(first);
                 }
             }
             ServiceEvent::Finished { reason, usage, .. } => {

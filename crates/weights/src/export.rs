@@ -59,8 +59,8 @@ impl Layout {
         }
     }
 
-    /// What `config.json` says of it.
-    fn quantization_config(self) -> Option<Value> {
+    /// What `config.json` says of it. `whole_groups` is whether every width is a multiple of 128.
+    fn quantization_config(self, whole_groups: bool) -> Option<Value> {
         let group = |format: &str, weights: Value, activations: Value| {
             let groups = json!({"group_0": {"targets": ["Linear"], "format": format, "weights": weights,
                                             "input_activations": activations, "output_activations": null}});
@@ -70,9 +70,12 @@ impl Layout {
         let fp8 = |strategy: &str, block: Value| {
             let weights = json!({"num_bits": 8, "type": "float", "symmetric": true, "dynamic": false,
                                  "strategy": strategy, "block_structure": block});
-            let mut activations = json!({"num_bits": 8, "type": "float", "symmetric": true, "dynamic": true, "strategy": "token"});
+            let token = json!({"num_bits": 8, "type": "float", "symmetric": true, "dynamic": true, "strategy": "token"});
+            let mut activations = token;
             if strategy == "block" {
+                // Groups of activations are cut like the weights' blocks, and readers know no ragged group.
                 (activations["strategy"], activations["group_size"]) = ("group".into(), 128.into());
+                activations = if whole_groups { activations } else { Value::Null };
             }
             Some(group("float-quantized", weights, activations))
         };
@@ -167,7 +170,8 @@ pub fn export_each(
     }
 
     let mut config = config.clone();
-    if let Some(scheme) = layout.quantization_config() {
+    let whole_groups = plan.items.iter().all(|item| !item.encoded || item.sides().1.is_multiple_of(128));
+    if let Some(scheme) = layout.quantization_config(whole_groups) {
         config["quantization_config"] = scheme;
     }
     let config_path = folder.join("config.json");

@@ -28,6 +28,9 @@ pub struct Args {
     /// Requests a second, on average; all at once when not given
     #[arg(long, value_name = "R", value_parser = rate)]
     pub rate: Option<f64>,
+    /// Requests in flight at most, the next one sent as one ends; no bound when not given
+    #[arg(long, value_name = "N", conflicts_with = "rate", value_parser = clap::value_parser!(u32).range(1..=1 << 16))]
+    pub streams: Option<u32>,
     /// Words of a prompt: a number, or FROM-TO
     #[arg(long, value_name = "N", default_value = "100", value_parser = range)]
     pub prompt_words: (usize, usize),
@@ -73,6 +76,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
         model: args.model.clone(),
         requests: args.requests as usize,
         rate: args.rate.unwrap_or(f64::INFINITY),
+        streams: args.streams.map(|n| n as usize),
         prompt_words: args.prompt_words,
         output_tokens: args.output_tokens,
         shared_words: args.shared_words,

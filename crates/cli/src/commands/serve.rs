@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use clap::ValueEnum;
-use lapidary::service::ServiceOptions;
+use lapidary::service::{PrefixOptions, ServiceOptions};
 use lapidary_server::listen::{self, ListenOptions};
 use lapidary_server::{App, Keys, ServerOptions};
 use tokio::net::TcpListener;
@@ -99,6 +99,13 @@ pub struct ServiceArgs {
     /// Milliseconds within which running streams get a token while a long prompt is read
     #[arg(long, value_name = "MS", default_value_t = 200, value_parser = clap::value_parser!(u64).range(1..=60_000))]
     pub max_stall_ms: u64,
+    /// Most bytes of sliding keys and values that are kept so that later requests need not compute a beginning again; the
+    /// larger of 256 MiB and four windows when not given
+    #[arg(long, value_name = "BYTES", conflicts_with = "no_prefix_cache")]
+    pub prefix_bytes: Option<usize>,
+    /// Keep nothing of earlier requests
+    #[arg(long)]
+    pub no_prefix_cache: bool,
     /// Most tokens of thought when a request does not say; no bound when not given
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub thinking_budget: Option<u32>,
@@ -114,6 +121,11 @@ impl ServiceArgs {
             running: self.parallel as usize,
             waiting: self.queue as usize,
             max_stall: Duration::from_millis(self.max_stall_ms),
+            prefix: PrefixOptions {
+                enabled: !self.no_prefix_cache,
+                snapshot_bytes: self.prefix_bytes,
+                ..PrefixOptions::default()
+            },
             ..ServiceOptions::default()
         }
     }

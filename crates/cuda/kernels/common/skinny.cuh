@@ -297,7 +297,6 @@ template <class F, int CW, int NS, int MS, int NT, bool XS, Mode MODE> __device_
   SKINNY(skinny_##FORM##_n1_g1, F, CW, NS, 1, 1, false, DENSE)         \
   SKINNY(skinny_##FORM##_n1_s1, F, CW, NS, 1, 1, true, DENSE)          \
   SKINNY(skinny_##FORM##_n2_g1, F, CW, NS, 1, 2, false, DENSE)         \
-  SKINNY(skinny_##FORM##_n2_s1, F, CW, NS, 1, 2, true, DENSE)          \
   SKINNY(skinny_##FORM##_n1_up, F, CW, NS, 1, 1, false, EXPERT_UP)     \
   SKINNY(skinny_##FORM##_n2_up, F, CW, NS, 1, 2, false, EXPERT_UP)     \
   SKINNY(skinny_##FORM##_n1_down, F, CW, NS, 1, 1, false, EXPERT_DOWN) \
@@ -305,4 +304,5 @@ template <class F, int CW, int NS, int MS, int NT, bool XS, Mode MODE> __device_
 // Two strips a warp, which halves the reads of x.
 #define SKINNY_TWO_STRIPS(FORM, F, CW, NS)                    \
   SKINNY(skinny_##FORM##_n1_s2, F, CW, NS, 2, 1, true, DENSE)  \
+  SKINNY(skinny_##FORM##_n1_g2, F, CW, NS, 2, 1, false, DENSE) \
   SKINNY(skinny_##FORM##_n2_g2, F, CW, NS, 2, 2, false, DENSE)

@@ -23,7 +23,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use lapidary_engine::{Engine, EngineOptions, PrefixOptions};
+use lapidary_engine::{Engine, EngineOptions};
 use lapidary_model::Progress;
 use lapidary_text::{ChatInput, ChatTemplate, GrammarCompiler, Tokenizer, parse_call_arguments};
 use lapidary_weights::Checkpoint;
@@ -36,7 +36,8 @@ use job::Job;
 pub use engine::{Cancel, TokenEngine};
 pub use error::RequestError;
 pub use event::{FinishKind, ServiceEvent, ServiceUsage, TokenLogprob, TopLogprob};
-pub use lapidary_engine::metrics::{EngineStats, Histogram};
+pub use lapidary_engine::PrefixOptions;
+pub use lapidary_engine::metrics::{EngineStats, Histogram, PageUse};
 pub use reply::{Reply, WholeReply};
 pub use request::{
     Bos, ChatRequest, CompletionPrompt, CompletionRequest, Format, GenerationParams, Markers, ParallelCalls,
@@ -160,6 +161,10 @@ impl Service {
         engine.scheduler.waiting = options.waiting;
         engine.scheduler.max_stall = options.max_stall;
         engine.prefix = options.prefix.clone();
+        if engine.prefix.turn_tokens.is_empty() {
+            // Conversations part where a turn begins.
+            engine.prefix.turn_tokens.extend(text.tokenizer.specials().turn_open);
+        }
         let engine = Engine::start(runner, engine)?;
         Ok(Service::assemble(Box::new(engine), text, options, checkpoint.path()))
     }

@@ -11,7 +11,8 @@ use crate::json::Json;
 use crate::layers::RequestId;
 use crate::sse;
 use crate::wire::chunks::Meta;
-use crate::wire::messages::{self, MessageFrames, MessagesBody};
+use crate::wire::message_events::{self, MessageFrames};
+use crate::wire::messages::MessagesBody;
 
 /// Answers a conversation.
 pub async fn create(
@@ -30,7 +31,7 @@ pub async fn create(
             let frames = MessageFrames::new(meta, id.as_str());
             sse::respond(replies, frames, app.options().keep_alive)
         }
-        false => Json(messages::whole(&meta, &replies.collect_one().await?)).into_response(),
+        false => Json(message_events::whole(&meta, &replies.collect_one().await?)).into_response(),
     };
     Ok(ignored.name_in(response))
 }

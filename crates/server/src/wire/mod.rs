@@ -8,6 +8,7 @@ pub mod chunks;
 pub mod completions;
 pub mod format;
 pub mod message;
+pub mod message_events;
 pub mod messages;
 pub mod response_events;
 pub mod responses;

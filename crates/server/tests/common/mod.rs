@@ -274,7 +274,7 @@ pub fn chunks(body: &str) -> Vec<Value> {
 #[track_caller]
 pub fn snapshot(name: &str, text: &str) {
     let text = steady(text);
-    let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/wire").join(name);
+    let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/snapshots").join(name);
     if std::env::var_os("LAPIDARY_UPDATE_SNAPSHOTS").is_some() {
         std::fs::write(&path, &text).expect("the folder is there");
         return;

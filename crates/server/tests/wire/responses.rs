@@ -1,8 +1,6 @@
 //! `/v1/responses` on the wire, over a scripted model.
 
-mod common;
-
-use common::*;
+use crate::common::*;
 use lapidary::service::{FinishKind, Format, RequestError, ServiceEvent};
 use serde_json::{Value, json};
 

@@ -1,11 +1,9 @@
 //! Batches of lines over a scripted model.
 
-mod common;
-
 use std::collections::BTreeMap;
 use std::fs;
 
-use common::*;
+use crate::common::*;
 use lapidary_server::batch::{self, BatchError, Tally};
 use serde_json::{Value, json};
 

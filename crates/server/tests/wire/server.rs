@@ -1,12 +1,10 @@
 //! What holds for all routes: keys, names, unknown fields, limits, refusals, probes.
 
-mod common;
-
 use std::time::Duration;
 
+use crate::common::*;
 use axum::body::Body;
 use axum::http::Request;
-use common::*;
 use lapidary::service::RequestError;
 use lapidary_server::{App, Keys, ServerOptions};
 use serde_json::{Value, json};
@@ -29,7 +27,7 @@ fn unknown_fields_are_named_or_refused() {
         let server = Server::new([plain()]);
         let answer = server.post("/v1/chat/completions", &body).await;
         assert_eq!(answer.status, 200);
-        assert_eq!(answer.header("x-lapidary-ignored"), "messages.0.mood, frobnicate, store");
+        assert_eq!(answer.header("x-lapidary-ignored"), "messages[0].mood, frobnicate, store");
         let server = Server::with(ServerOptions { strict: true, ..ServerOptions::default() }, []);
         let error = server.post("/v1/chat/completions", &body).await;
         assert_eq!(error.status, 400);
@@ -190,6 +188,13 @@ fn cross_origin_reading_is_off_unless_asked_for() {
         let server = Server::with(options, []);
         assert_eq!(server.send(ask("https://a.example")).await.header(allowed), "https://a.example");
         assert_eq!(server.send(ask("https://b.example")).await.header(allowed), "");
+        let preflight = Request::builder()
+            .method("OPTIONS")
+            .uri("/v1/chat/completions")
+            .header("origin", "https://a.example");
+        let answer = server.send(preflight.body(Body::empty()).unwrap()).await;
+        assert_eq!((answer.status.as_u16(), answer.header(allowed)), (204, "https://a.example"));
+        assert!(answer.header("access-control-allow-headers").contains("authorization"));
     });
 }
 
@@ -218,6 +223,9 @@ fn metrics_have_the_names_that_gateways_read() {
         for name in [
             "vllm:num_requests_running{model_name=\"m\"} 0",
             "vllm:num_requests_waiting{model_name=\"m\"} 0",
+            "vllm:kv_cache_usage_perc{model_name=\"m\"} 0",
+            "vllm:cache_config_info{model_name=\"m\",block_size=\"32\",num_gpu_blocks=\"0\"} 1",
+            "vllm:inter_token_latency_seconds_count{model_name=\"m\"} 0",
             "vllm:time_to_first_token_seconds_count{model_name=\"m\"} 1",
             "vllm:prompt_tokens_total{model_name=\"m\"} 7",
             "vllm:generation_tokens_total{model_name=\"m\"} 1",

@@ -1,12 +1,10 @@
 //! What happens on real connections: clients that leave, keep-alives, the end of the server, TLS.
 
-mod common;
-
 use std::net::SocketAddr;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use common::*;
+use crate::common::*;
 use lapidary_server::listen::{self, ListenOptions};
 use lapidary_server::{App, ServerOptions};
 use serde_json::{Value, json};
@@ -175,5 +173,62 @@ fn a_drain_that_takes_too_long_is_cut() {
             .expect("without a panic")
             .expect("without an error");
         drop(client);
+    });
+}
+
+#[test]
+fn tls_with_a_certificate_and_errors_that_name_the_file() {
+    use std::path::Path;
+    use std::sync::Arc;
+
+    use tokio_rustls::TlsConnector;
+    use tokio_rustls::rustls::crypto::ring;
+    use tokio_rustls::rustls::pki_types::pem::PemObject;
+    use tokio_rustls::rustls::pki_types::{CertificateDer, ServerName};
+    use tokio_rustls::rustls::{ClientConfig, RootCertStore};
+
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/tls");
+    let (cert, key) = (folder.join("cert.pem"), folder.join("key.pem"));
+    for (cert, key, named) in [
+        (&key, &key, &key),
+        (&cert, &cert, &cert),
+        (&folder.join("none.pem"), &key, &folder.join("none.pem")),
+    ] {
+        let error = listen::tls(cert, key).err().expect("they do not fit").to_string();
+        assert!(error.contains(&named.display().to_string()), "{error}");
+    }
+    run(async {
+        let server = Server::new([]);
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let acceptor = listen::tls(&cert, &key).unwrap();
+        let app = server.app.clone();
+        tokio::spawn(listen::serve(
+            listener,
+            Some(acceptor),
+            app,
+            ListenOptions::default(),
+            std::future::pending(),
+        ));
+        // Somebody who does not speak TLS holds nobody up.
+        let _silent = TcpStream::connect(address).await.unwrap();
+        let mut roots = RootCertStore::empty();
+        roots.add(CertificateDer::from_pem_file(&cert).unwrap()).unwrap();
+        let config = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
+            .with_safe_default_protocol_versions()
+            .unwrap()
+            .with_root_certificates(roots)
+            .with_no_client_auth();
+        let connector = TlsConnector::from(Arc::new(config));
+        let stream = TcpStream::connect(address).await.unwrap();
+        let mut stream = connector.connect(ServerName::try_from("localhost").unwrap(), stream).await.unwrap();
+        stream
+            .write_all(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+            .await
+            .unwrap();
+        let mut text = Vec::new();
+        // A server that closes without a word of goodbye is an error to rustls, after all bytes were read.
+        let _ = stream.read_to_end(&mut text).await;
+        assert!(text.starts_with(b"HTTP/1.1 200"), "{}", String::from_utf8_lossy(&text));
     });
 }

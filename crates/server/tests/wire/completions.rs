@@ -1,8 +1,6 @@
 //! `/v1/completions` on the wire, over a scripted model.
 
-mod common;
-
-use common::*;
+use crate::common::*;
 use lapidary::service::{Bos, CompletionPrompt, Markers};
 use serde_json::json;
 

@@ -1,8 +1,6 @@
 //! `/v1/chat/completions` on the wire, over a scripted model.
 
-mod common;
-
-use common::*;
+use crate::common::*;
 use lapidary::service::{FinishKind, Format, ParallelCalls, RequestError, ServiceEvent, ToolChoice};
 use serde_json::{Value, json};
 
