@@ -380,7 +380,7 @@ fn load_notes(checkpoint: &Checkpoint, config: &Config) -> Result<Vec<String>> {
     Ok(notes)
 }
 
-fn builtin_template(config: &Config) -> Builtin {
+pub(crate) fn builtin_template(config: &Config) -> Builtin {
     match config.family {
         Family::Gemma3 => Builtin::Gemma3,
         Family::Gemma4 if config.per_layer.is_some() => Builtin::Gemma4Small,

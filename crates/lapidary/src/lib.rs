@@ -15,6 +15,7 @@ pub mod convert;
 mod defaults;
 pub mod device;
 mod error;
+pub mod eval;
 mod gemma;
 pub mod host;
 #[cfg(feature = "hub")]

@@ -8,6 +8,7 @@ pub mod check;
 pub mod completions;
 pub mod convert;
 pub mod dump;
+pub mod eval;
 pub mod inspect;
 #[cfg(feature = "hub")]
 pub mod list;
@@ -37,6 +38,7 @@ pub fn run(command: Command) -> anyhow::Result<ExitCode> {
         Command::Check(args) => check::run(&args),
         Command::Dump(args) => done(dump::run(&args)),
         Command::Convert(args) => done(convert::run(&args)),
+        Command::Eval(args) => done(eval::run(&args)),
         Command::Tokenize(args) => done(tokenize::run(&args)),
         #[cfg(feature = "hub")]
         Command::Pull(args) => done(pull::run(&args)),
