@@ -283,12 +283,11 @@ impl Backend for CpuBackend {
         Ok(())
     }
 
-    fn visit_rows(&mut self, act: Act, rows: &[usize], visit: &mut dyn FnMut(usize, &[f32])) -> Result<()> {
+    fn lend_rows(&mut self, act: Act, rows: &[usize], to: &mut dyn FnMut(&[&[f32]])) -> Result<()> {
         let buffer = self.readable(act, rows.iter().max().map_or(0, |last| last + 1))?;
-        for (i, &row) in rows.iter().enumerate() {
-            // SAFETY: no pass runs while the backend is borrowed here.
-            visit(i, unsafe { buffer.row(row) });
-        }
+        // SAFETY: no pass runs while the backend is borrowed here.
+        let lent: Vec<&[f32]> = rows.iter().map(|&row| unsafe { buffer.row(row) }).collect();
+        to(&lent);
         Ok(())
     }
 

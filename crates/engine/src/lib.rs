@@ -32,7 +32,10 @@ pub use error::{Error, Result};
 pub use guide::{Allowed, Guide, GuideError, StopCause, Verdict};
 pub use prefix::{PrefixDir, PrefixOptions, PrefixStats, StoreStats};
 pub use prompt::{Prompt, SoftKind, SoftSpan};
-pub use request::{EngineEvent, EngineFinish, EngineRequest, EngineUsage, FailureKind, Sink};
+pub use request::{
+    EngineEvent, EngineFinish, EngineRequest, EngineUsage, FailureKind, Score, ScoreEvent, ScoreRequest,
+    ScoreSink, Sink,
+};
 pub use runner::Runner;
 pub use slots::SmokeReport;
 pub use stepper::{Chunk, Heads, Stepper};

@@ -197,14 +197,14 @@ impl Runner {
         Ok(())
     }
 
-    /// Hands `visit` the logits of some of the last pass's head rows, each with its index in `rows`, without
-    /// copying them where the device's memory is at hand.
+    /// Lends the logits of some of the last pass's head rows, without copying them where the device's memory is at
+    /// hand.
     ///
     /// # Errors
-    /// `Backend` for a row that the buffer does not have; nothing was visited then.
-    pub fn visit_logits(&mut self, rows: &[usize], visit: &mut dyn FnMut(usize, &[f32])) -> Result<()> {
+    /// `Backend` for a row that the buffer does not have; nothing was lent then.
+    pub fn lend_logits(&mut self, rows: &[usize], to: &mut dyn FnMut(&[&[f32]])) -> Result<()> {
         let logits = self.model.acts.logits;
-        Ok(self.backend.visit_rows(logits, rows, visit)?)
+        Ok(self.backend.lend_rows(logits, rows, to)?)
     }
 
     /// Appends the bytes of one page of a group, as the device stores them.

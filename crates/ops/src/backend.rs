@@ -186,19 +186,20 @@ pub trait Backend: Send + fmt::Debug {
     /// Reads the first `rows` rows of a float32 activation, as the last pass left it.
     fn read(&mut self, act: Act, rows: usize, out: &mut Vec<f32>) -> Result<()>;
 
-    /// Hands `visit` the rows `rows` of a float32 activation, as the last pass left it, each with its index in
-    /// `rows`. A backend whose memory is at hand lends them in place; this default copies all up to the last.
+    /// Lends the rows `rows` of a float32 activation, as the last pass left it, all at once. A backend whose memory
+    /// is at hand lends them in place; this default copies all rows up to the last.
     ///
     /// # Errors
-    /// As [`Backend::read`]; nothing was visited then.
-    fn visit_rows(&mut self, act: Act, rows: &[usize], visit: &mut dyn FnMut(usize, &[f32])) -> Result<()> {
-        let Some(count) = rows.iter().max().map(|last| last + 1) else { return Ok(()) };
+    /// As [`Backend::read`]; nothing was lent then.
+    fn lend_rows(&mut self, act: Act, rows: &[usize], to: &mut dyn FnMut(&[&[f32]])) -> Result<()> {
+        let count = rows.iter().max().map_or(0, |last| last + 1);
         let mut values = Vec::new();
-        self.read(act, count, &mut values)?;
-        let width = values.len() / count;
-        for (i, row) in rows.iter().enumerate() {
-            visit(i, &values[row * width..(row + 1) * width]);
+        if count > 0 {
+            self.read(act, count, &mut values)?;
         }
+        let width = values.len() / count.max(1);
+        let lent: Vec<&[f32]> = rows.iter().map(|row| &values[row * width..(row + 1) * width]).collect();
+        to(&lent);
         Ok(())
     }
 
