@@ -96,7 +96,7 @@ impl CpuBackend {
 
     /// Workers of the team.
     pub fn threads(&self) -> usize {
-        self.team.sync().workers()
+        self.team.workers()
     }
 
     fn packing(&self) -> Packing<'_> {
@@ -211,7 +211,7 @@ impl Backend for CpuBackend {
         }
         self.outcome = None;
         let sync = self.team.sync();
-        let best = (0..sync.workers()).map(|_| Mutex::default()).collect();
+        let best = (0..self.team.workers()).map(|_| Mutex::default()).collect();
         let pass = Pass {
             isa: self.isa,
             sync,
@@ -227,11 +227,10 @@ impl Backend for CpuBackend {
             best,
         };
         let scratch = &self.scratch;
-        let done = self.team.run(&|worker| {
+        self.team.run(&|worker| {
             let mut scratch = scratch[worker].lock().unwrap_or_else(PoisonError::into_inner);
             program(&mut CpuOps::new(&pass, worker, shape.rows, &mut scratch));
-        });
-        done.map_err(|message| Error::WorkerPanicked { message })?;
+        })?;
         self.outcome = Some(pass.outcome.into_inner().unwrap_or_else(PoisonError::into_inner));
         Ok(())
     }
