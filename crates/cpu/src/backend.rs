@@ -102,7 +102,7 @@ impl CpuBackend {
 
     /// Workers of the team.
     pub fn threads(&self) -> usize {
-        self.team.sync().workers()
+        self.team.workers()
     }
 
     fn packing(&self) -> Packing<'_> {
@@ -231,7 +231,7 @@ impl Backend for CpuBackend {
         }
         self.outcome = None;
         let sync = self.team.sync();
-        let best = (0..sync.workers()).map(|_| Mutex::default()).collect();
+        let best = (0..self.team.workers()).map(|_| Mutex::default()).collect();
         let pass = Pass {
             isa: self.isa,
             sync,
@@ -250,11 +250,10 @@ impl Backend for CpuBackend {
             projections: (0..sync.workers()).map(|_| Mutex::default()).collect(),
         };
         let scratch = &self.scratch;
-        let done = self.team.run(&|worker| {
+        self.team.run(&|worker| {
             let mut scratch = scratch[worker].lock().unwrap_or_else(PoisonError::into_inner);
             program(&mut CpuOps::new(&pass, worker, shape.rows, &mut scratch));
-        });
-        done.map_err(|message| Error::WorkerPanicked { message })?;
+        })?;
         let device = pass.clock.as_ref().map(|(begun, _)| begun.elapsed());
         let mut outcome = pass.outcome.into_inner().unwrap_or_else(PoisonError::into_inner);
         if shape.steered {

@@ -17,7 +17,7 @@ use crate::memory::{Aligned, Grow};
 use crate::moe::Gathered;
 use crate::norm;
 use crate::ops::Best;
-use crate::team::Sync as TeamSync;
+use crate::team::{Sync as TeamSync, fail};
 
 /// One pass, shared by the workers.
 #[derive(Debug)]
@@ -159,14 +159,14 @@ impl Workspace {
         unsafe { (*self.0.get()).len() }
     }
 
-    /// Makes room for `floats` values; contents are lost.
+    /// Makes room for `floats` values; contents are lost. Fails the job where there is no memory.
     ///
     /// # Safety
     /// No other worker uses the workspace until the next meeting.
     pub unsafe fn grow(&self, floats: usize) {
-        let grown = Aligned::zeroed(floats * size_of::<f32>(), "intermediate values of a pass");
+        let grown = Aligned::zeroed(floats.saturating_mul(size_of::<f32>()), "intermediate values of a pass");
         // SAFETY: the caller's.
-        unsafe { *self.0.get() = grown.unwrap_or_else(|e| panic!("{e}")) }
+        unsafe { *self.0.get() = grown.unwrap_or_else(|error| fail(error)) }
     }
 
     /// Where values `from .. from + len` are.
