@@ -145,19 +145,10 @@ fn compile(nvcc: &Path, version: &str, file: &Path, archs: &[String], out: &Path
     let name = stem(file);
     let image = out.join(format!("{name}.fatbin"));
     let (deps, stamp) = (out.join(format!("{name}.d")), out.join(format!("{name}.stamp")));
-    let mut command: Vec<OsString> = [
-        "-fatbin",
-        "-O3",
-        "-std=c++17",
-        "-lineinfo",
-        "--compress-mode=size",
-        "-I",
-        "kernels",
-        "-Xptxas",
-        "-warn-spills",
-    ]
-    .map(OsString::from)
-    .to_vec();
+    let mut command: Vec<OsString> =
+        ["-fatbin", "-O3", "-std=c++17", "-lineinfo", "--compress-mode=size", "-I", "kernels"]
+            .map(OsString::from)
+            .to_vec();
     let only = name.rsplit_once("_sm").map(|(_, only)| only);
     let mut any = false;
     for arch in archs.iter().filter(|a| only.is_none_or(|only| a.trim_end_matches('a') == only)) {
@@ -190,7 +181,7 @@ fn compile(nvcc: &Path, version: &str, file: &Path, archs: &[String], out: &Path
     if !output.status.success() {
         return Err(format!("{} does not compile:\n{said}", file.display()));
     }
-    for line in said.lines().filter(|l| l.contains("warning") || l.contains("spill")) {
+    for line in said.lines().filter(|l| l.contains("warning")) {
         println!("cargo:warning={name}: {line}");
     }
     let written = fs::read_to_string(&deps).ok().and_then(|deps| key(&deps));

@@ -38,12 +38,12 @@ fn vocab(bytes: &[u8]) -> GgufVocab {
         let mut fields = line.splitn(3, ' ');
         match (fields.next().unwrap_or_default(), fields.next(), fields.next()) {
             ("m", left, right) => {
-                vocab.merges.push(format!("{} {}", left.unwrap_or_default(), right.unwrap_or_default()))
+                vocab.merges.push(&format!("{} {}", left.unwrap_or_default(), right.unwrap_or_default()))
             }
             (kind, score, text) => {
                 vocab.token_types.push(kind.parse().unwrap_or(1));
                 vocab.scores.push(score.and_then(|s| s.parse().ok()).unwrap_or_default());
-                vocab.tokens.push(text.unwrap_or_default().into());
+                vocab.tokens.push(text.unwrap_or_default());
             }
         }
     }

@@ -11,12 +11,14 @@ mod commands;
 mod failure;
 mod interrupt;
 mod load;
+mod look_args;
 mod model_args;
 mod progress;
 mod report;
 mod sampling_args;
 mod source;
 mod speak;
+mod steer_args;
 
 use std::process::ExitCode;
 

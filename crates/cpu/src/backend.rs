@@ -4,8 +4,8 @@ use std::sync::{Mutex, PoisonError};
 
 use lapidary_formats::{Format, TensorView};
 use lapidary_ops::{
-    Act, ActKind, ActRows, ActSpec, Backend, Batch, BatchShape, DeviceReport, Error, FileMap, Gain,
-    KernelReport, KvPlan, KvRef, Mat, MemoryUse, Ops, Outcome, PAGE_TOKENS, Result,
+    Act, ActKind, ActRows, ActSpec, Backend, Batch, BatchShape, DeviceReport, Error, FileMap, Gain, Group,
+    KernelReport, KvPlan, KvRef, Mat, MemoryUse, Ops, Outcome, PAGE_TOKENS, Projections, Result, SteerSet,
 };
 
 use crate::buffers::Buffer;
@@ -13,6 +13,7 @@ use crate::int8;
 use crate::kv::{self, KvPools, Side};
 use crate::level::{Isa, Level};
 use crate::matrix::{Maps, Matrix, Packing};
+use crate::memory::Slabs;
 use crate::ops::CpuOps;
 use crate::pass::{Pass, Scratch, Upload, Workspace};
 use crate::team::Team;
@@ -44,6 +45,7 @@ pub struct CpuBackend {
     isa: Isa,
     compute: Compute,
     maps: Vec<FileMap>,
+    slabs: Slabs,
     team: Team,
     acts: Vec<Buffer>,
     mats: Vec<Matrix>,
@@ -51,6 +53,7 @@ pub struct CpuBackend {
     kv: KvPools,
     upload: Upload,
     uploaded: bool,
+    steer_sets: Vec<Option<SteerSet>>,
     workspace: Workspace,
     scratch: Vec<Mutex<Scratch>>,
     outcome: Option<Outcome>,
@@ -78,6 +81,7 @@ impl CpuBackend {
             isa,
             compute: options.compute,
             maps: Vec::new(),
+            slabs: Slabs::default(),
             team,
             acts: Vec::new(),
             mats: Vec::new(),
@@ -85,6 +89,7 @@ impl CpuBackend {
             kv: KvPools::empty(),
             upload: Upload::default(),
             uploaded: false,
+            steer_sets: Vec::new(),
             workspace: Workspace::empty()?,
             scratch: (0..workers).map(|_| Mutex::default()).collect(),
             outcome: None,
@@ -98,7 +103,7 @@ impl CpuBackend {
 
     fn packing(&self) -> Packing<'_> {
         let int8 = self.compute == Compute::Fast;
-        Packing { isa: self.isa, int8, team: &self.team, maps: Maps(&self.maps) }
+        Packing { isa: self.isa, int8, team: &self.team, slabs: &self.slabs, maps: Maps(&self.maps) }
     }
 
     fn keep(&mut self, matrix: Matrix) -> Result<Mat> {
@@ -186,6 +191,14 @@ impl Backend for CpuBackend {
         self.kv.resize(plan)
     }
 
+    fn steer_set(&mut self, index: usize, set: Option<&SteerSet>) -> Result<()> {
+        if index >= self.steer_sets.len() {
+            self.steer_sets.resize(index + 1, None);
+        }
+        self.steer_sets[index] = set.cloned();
+        Ok(())
+    }
+
     fn upload(&mut self, batch: &Batch) -> Result<()> {
         self.uploaded = false;
         for (what, rows, limit) in [
@@ -196,6 +209,7 @@ impl Backend for CpuBackend {
                 return Err(Error::TooManyRows { what, rows, limit });
             }
         }
+        batch.check_steer(&|set| self.steer_sets.get(set).is_some_and(Option::is_some))?;
         self.upload.take(batch, &self.kv.plan)?;
         self.uploaded = true;
         Ok(())
@@ -222,6 +236,8 @@ impl Backend for CpuBackend {
             workspace_floats: unsafe { self.workspace.bytes() } / size_of::<f32>(),
             outcome: Mutex::default(),
             best,
+            steer_sets: &self.steer_sets,
+            projections: (0..sync.workers()).map(|_| Mutex::default()).collect(),
         };
         let scratch = &self.scratch;
         let done = self.team.run(&|worker| {
@@ -229,7 +245,13 @@ impl Backend for CpuBackend {
             program(&mut CpuOps::new(&pass, worker, shape.rows, &mut scratch));
         });
         done.map_err(|message| Error::WorkerPanicked { message })?;
-        self.outcome = Some(pass.outcome.into_inner().unwrap_or_else(PoisonError::into_inner));
+        let mut outcome = pass.outcome.into_inner().unwrap_or_else(PoisonError::into_inner);
+        if shape.steered {
+            let noted =
+                pass.projections.into_iter().map(|n| n.into_inner().unwrap_or_else(PoisonError::into_inner));
+            outcome.projections = projections(&self.upload.batch.steer, &self.steer_sets, noted.flatten());
+        }
+        self.outcome = Some(outcome);
         Ok(())
     }
 
@@ -238,19 +260,20 @@ impl Backend for CpuBackend {
     }
 
     fn read(&mut self, act: Act, rows: usize, out: &mut Vec<f32>) -> Result<()> {
-        let unknown = || Error::Device(format!("activation {} was never allocated", act.0));
-        let buffer = self.acts.get(act.0 as usize).ok_or_else(unknown)?;
-        if buffer.spec.kind != ActKind::F32 {
-            return Err(Error::Device(format!("{} is not a float32 activation", buffer.spec.name)));
-        }
-        if rows > buffer.spec.max_rows {
-            let limit = buffer.spec.max_rows;
-            return Err(Error::TooManyRows { what: buffer.spec.name, rows, limit });
-        }
+        let buffer = self.readable(act, rows)?;
         out.clear();
         for r in 0..rows {
             // SAFETY: no pass runs while the backend is borrowed here.
             out.extend_from_slice(unsafe { buffer.row(r) });
+        }
+        Ok(())
+    }
+
+    fn visit_rows(&mut self, act: Act, rows: &[usize], visit: &mut dyn FnMut(usize, &[f32])) -> Result<()> {
+        let buffer = self.readable(act, rows.iter().max().map_or(0, |last| last + 1))?;
+        for (i, &row) in rows.iter().enumerate() {
+            // SAFETY: no pass runs while the backend is borrowed here.
+            visit(i, unsafe { buffer.row(row) });
         }
         Ok(())
     }
@@ -286,6 +309,14 @@ impl Backend for CpuBackend {
         Ok(())
     }
 
+    fn page_read(&mut self, group: Group, page: usize, out: &mut Vec<u8>) -> Result<()> {
+        self.kv.read_page(group, page, out)
+    }
+
+    fn page_write(&mut self, group: Group, page: usize, bytes: &[u8]) -> Result<()> {
+        self.kv.write_page(group, page, bytes)
+    }
+
     fn memory(&self) -> MemoryUse {
         let lock = |s: &Mutex<Scratch>| s.lock().unwrap_or_else(PoisonError::into_inner).bytes();
         // SAFETY: no pass runs while the backend is borrowed here.
@@ -303,6 +334,20 @@ impl Backend for CpuBackend {
 }
 
 impl CpuBackend {
+    /// The float32 activation `act`, if it has `rows` rows.
+    fn readable(&self, act: Act, rows: usize) -> Result<&Buffer> {
+        let unknown = || Error::Device(format!("activation {} was never allocated", act.0));
+        let buffer = self.acts.get(act.0 as usize).ok_or_else(unknown)?;
+        if buffer.spec.kind != ActKind::F32 {
+            return Err(Error::Device(format!("{} is not a float32 activation", buffer.spec.name)));
+        }
+        if rows > buffer.spec.max_rows {
+            let limit = buffer.spec.max_rows;
+            return Err(Error::TooManyRows { what: buffer.spec.name, rows, limit });
+        }
+        Ok(buffer)
+    }
+
     /// Checks a cell's address and the lengths that go with it; returns the head width.
     fn check_cell(&self, cache: KvRef, page: usize, in_page: usize, k: usize, v: usize) -> Result<usize> {
         let group = &self.kv.plan.groups[cache.group.index()];
@@ -322,6 +367,21 @@ impl CpuBackend {
         }
         Ok(shape.head_dim)
     }
+}
+
+/// What the workers noted, by row and edit.
+fn projections(
+    steer: &[i32],
+    sets: &[Option<SteerSet>],
+    noted: impl Iterator<Item = (usize, usize, f32)>,
+) -> Projections {
+    let in_use = steer.iter().filter_map(|&set| sets.get(usize::try_from(set).ok()?)?.as_ref());
+    let stride = in_use.map(|set| set.edits.len()).max().unwrap_or(0);
+    let mut all = Projections::new(steer.len(), stride);
+    for (row, edit, p) in noted {
+        all.values[row * stride + edit] = p;
+    }
+    all
 }
 
 fn too_many(what: &str) -> Error {

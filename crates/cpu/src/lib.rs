@@ -28,6 +28,7 @@ mod norm;
 mod ops;
 mod pass;
 mod rows;
+mod steer;
 mod team;
 mod topology;
 mod weigh;

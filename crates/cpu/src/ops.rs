@@ -280,6 +280,10 @@ impl Ops for CpuOps<'_> {
         }
     }
 
+    fn steer(&mut self, x: Act, layer: usize) {
+        self.steer_rows(x, layer);
+    }
+
     fn tap(&mut self, point: TapPoint, x: Act) {
         if !self.pass.upload.batch.taps.wants(point) {
             return;

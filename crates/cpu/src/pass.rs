@@ -3,7 +3,9 @@
 use std::cell::UnsafeCell;
 use std::sync::Mutex;
 
-use lapidary_ops::{Act, Batch, Error, GROUPS, Gain, Group, KvPlan, Mat, Outcome, PAGE_TOKENS, Result};
+use lapidary_ops::{
+    Act, Batch, Error, GROUPS, Gain, Group, KvPlan, Mat, Outcome, PAGE_TOKENS, Result, SteerSet,
+};
 
 use crate::attention::Sums;
 use crate::buffers::Buffer;
@@ -32,6 +34,10 @@ pub(crate) struct Pass<'a> {
     pub outcome: Mutex<Outcome>,
     /// By worker: the best of its columns for each row of [`argmax`](lapidary_ops::Ops::argmax).
     pub best: Vec<Mutex<Vec<Best>>>,
+    /// The steering sets that the device holds.
+    pub steer_sets: &'a [Option<SteerSet>],
+    /// By worker: row of the batch, edit and projection of what was steered.
+    pub projections: Vec<Mutex<Vec<(usize, usize, f32)>>>,
 }
 
 impl<'a> Pass<'a> {
@@ -138,7 +144,7 @@ unsafe impl Sync for Workspace {}
 
 impl Workspace {
     pub fn empty() -> Result<Workspace> {
-        Ok(Workspace(UnsafeCell::new(Aligned::zeroed(0, "the workspace")?)))
+        Ok(Workspace(UnsafeCell::new(Aligned::empty())))
     }
 
     /// Bytes held.

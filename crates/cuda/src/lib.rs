@@ -32,14 +32,36 @@
 //! wait. Sums run in an order that does not depend on timing, so two runs give equal bits.
 
 #[cfg(feature = "cuda")]
+pub mod args;
+#[cfg(feature = "cuda")]
+mod backend;
+#[cfg(feature = "cuda")]
+mod buffers;
+#[cfg(feature = "cuda")]
 pub mod driver;
 #[cfg(feature = "cuda")]
 mod error;
 #[cfg(feature = "cuda")]
+pub mod footprint;
+#[cfg(feature = "cuda")]
+mod graphs;
+#[cfg(feature = "cuda")]
 pub mod kernels;
 #[cfg(feature = "cuda")]
+mod kv;
+#[cfg(feature = "cuda")]
 pub mod launch;
+#[cfg(feature = "cuda")]
+mod matrix;
+#[cfg(feature = "cuda")]
+mod ops;
 pub mod pack;
+#[cfg(feature = "cuda")]
+mod upload;
+#[cfg(feature = "cuda")]
+mod workspace;
 
+#[cfg(feature = "cuda")]
+pub use backend::{Compute, CudaBackend, CudaOptions};
 #[cfg(feature = "cuda")]
 pub use error::{Error, Result};

@@ -1,7 +1,7 @@
 //! Looking inside: logits, captured activations, and single sublayers.
 
 use lapidary_model::Model;
-use lapidary_ops::{BatchShape, Ops, RowSpan, TailRows, Tap, TapPoint};
+use lapidary_ops::{Batch, BatchShape, Ops, PageTable, RowSpan, TailRows, Tap, TapPoint};
 
 use crate::error::{Error, Result};
 use crate::stepper::Stepper;
@@ -69,6 +69,53 @@ impl Stepper {
     pub fn tap(&self, point: TapPoint) -> Result<&Tap> {
         let found = self.outcome.taps.iter().find(|t| t.point == point);
         found.ok_or_else(|| Error::NotCaptured { what: format!("{point:?}") })
+    }
+
+    /// The head applied to residual rows, `[rows, hidden]`, that any layer left: final norm, output head and softcap,
+    /// which on the last layer's rows gives the logits themselves, bit for bit. Hands `(row, logits)` to `sink` in
+    /// order. No sequence moves; the logits of the last step are gone.
+    ///
+    /// # Errors
+    /// `Length` for values that are no whole rows, `SoftNotFinite` for a row that is not finite.
+    pub fn lens(&mut self, hidden: &[f32], sink: &mut dyn FnMut(usize, &[f32])) -> Result<()> {
+        let config = &self.model().config;
+        let (width, vocab, pad, layers) =
+            (config.hidden, config.vocab, config.pad as i32, config.layers.len());
+        if hidden.is_empty() || !hidden.len().is_multiple_of(width) {
+            let expected = hidden.len().next_multiple_of(width).max(width);
+            return Err(Error::Length { what: "residual rows", expected, found: hidden.len() });
+        }
+        if let Some(i) = hidden.iter().position(|v| !v.is_finite()) {
+            return Err(Error::SoftNotFinite { index: i / width });
+        }
+        let limits = self.model().limits;
+        let act = self.model().acts.logits;
+        let mut values = Vec::new();
+        let mut first = 0;
+        for part in hidden.chunks(width * limits.rows.min(limits.head_rows)) {
+            let rows = part.len() / width;
+            let mut b = Batch {
+                tokens: vec![pad; rows],
+                per_layer_tokens: vec![pad; rows],
+                positions: vec![0; rows],
+                visible_to: [vec![1; rows], vec![1; rows]],
+                // Page 0 is nobody's, and no layer runs.
+                pages: [vec![0], vec![0]],
+                soft_rows: (0..rows as i32).collect(),
+                soft_values: part.to_vec(),
+                heads: (0..rows as i32).collect(),
+                ..Batch::default()
+            };
+            let table = PageTable { start: 0, count: 1, first_block: 0 };
+            b.spans.extend((0..rows).map(|row| RowSpan { first_row: row, rows: 1, tables: [table; 2] }));
+            let shape = BatchShape { layers: (0, 0), ..b.shape(layers, TailRows::All) };
+            self.logit_rows = 0;
+            self.runner.run(&b, &shape)?;
+            self.runner.backend().read(act, rows, &mut values)?;
+            values.chunks_exact(vocab).enumerate().for_each(|(i, row)| sink(first + i, row));
+            first += rows;
+        }
+        Ok(())
     }
 
     /// Runs the attention sublayer of `layer` on the residual row `x` at `position` of the single sequence, and

@@ -52,18 +52,28 @@ pub enum Error {
     TooLarge { what: &'static str, found: usize, limit: usize },
     #[error("the queue holds {limit} requests already; try again later")]
     QueueFull { limit: usize },
+    #[error("the engine takes no more requests: it is shutting down")]
+    ShuttingDown,
     #[error("the prompt has {tokens} tokens, the context holds {context}")]
     PromptTooLong { tokens: usize, context: usize },
     #[error("the {group:?} group has no page left: {needed} are needed, {free} are free")]
     OutOfPages { group: lapidary_ops::Group, needed: usize, free: usize },
     #[error("the {group:?} group has {pages} pages, one sequence of the whole context needs {needed}")]
     PoolTooSmall { group: lapidary_ops::Group, pages: usize, needed: usize },
+    #[error(
+        "{bytes} bytes of snapshots hold no window of sliding pages, which takes {needed}; raise them or keep nothing"
+    )]
+    SnapshotBudget { bytes: usize, needed: usize },
+    #[error("{path}: kept prefixes cannot be stored here: {problem}")]
+    PrefixFolder { path: std::path::PathBuf, problem: String },
     #[error("position {position} is on a page that others hold too; go back to the page's start")]
     SharedPage { position: usize },
     #[error("page {page} of the {group:?} group is held by nobody")]
     FreePage { group: lapidary_ops::Group, page: u32 },
     #[error("plan {found} was applied, but {expected} is in flight (0: none)")]
     StalePlan { expected: u64, found: u64 },
+    #[error(transparent)]
+    Steering(#[from] lapidary_ops::SteerError),
     #[error(transparent)]
     Sampling(#[from] crate::sampling::SamplingError),
     #[error(transparent)]

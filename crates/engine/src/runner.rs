@@ -3,7 +3,8 @@
 use lapidary_model::kv_plan::kv_plan;
 use lapidary_model::{Model, forward};
 use lapidary_ops::{
-    Backend, Batch, BatchShape, DeviceReport, GROUPS, KvFormat, KvPlan, MemoryUse, Ops, Outcome,
+    Backend, Batch, BatchShape, DeviceReport, GROUPS, Group, KvFormat, KvPlan, MemoryUse, Ops, Outcome,
+    SteerSet,
 };
 
 use crate::error::{Error, Result};
@@ -14,6 +15,8 @@ pub struct Runner {
     model: Model,
     backend: Box<dyn Backend>,
     plan: KvPlan,
+    /// By index: whether the device holds a steering set there.
+    steer_sets: Vec<bool>,
 }
 
 impl Runner {
@@ -34,7 +37,7 @@ impl Runner {
         let plan = kv_plan(&model.config, kv, 1, context, model.limits.rows);
         check_size(&plan)?;
         backend.kv(&plan)?;
-        Ok(Runner { model, backend, plan })
+        Ok(Runner { model, backend, plan, steer_sets: Vec::new() })
     }
 
     /// The model.
@@ -72,6 +75,38 @@ impl Runner {
         Ok(())
     }
 
+    /// Gives the device steering set `index`, which rows of later batches may name, in place of the one that was
+    /// there; `None` takes that one back.
+    ///
+    /// # Errors
+    /// `Steering` for a set that does not fit the model, `Backend` for a device that cannot steer. What was there
+    /// before is still there then.
+    pub fn steer_set(&mut self, index: usize, set: Option<&SteerSet>) -> Result<()> {
+        let limit = i32::MAX as usize;
+        if index > limit {
+            return Err(Error::TooLarge { what: "index of a steering set", found: index, limit });
+        }
+        let Some(set) = set else {
+            // Whatever the device says, no batch names the set again.
+            return match self.steer_sets.get_mut(index).map(std::mem::take) {
+                Some(true) => Ok(self.backend.steer_set(index, None)?),
+                Some(false) | None => Ok(()),
+            };
+        };
+        set.check(self.model.layers.len(), self.model.config.hidden)?;
+        self.backend.steer_set(index, Some(set))?;
+        if index >= self.steer_sets.len() {
+            self.steer_sets.resize(index + 1, false);
+        }
+        self.steer_sets[index] = true;
+        Ok(())
+    }
+
+    /// Whether the device holds steering set `index`.
+    pub fn holds_steer_set(&self, index: usize) -> bool {
+        self.steer_sets.get(index).copied().unwrap_or(false)
+    }
+
     /// Runs the model's pass over `batch`.
     ///
     /// # Errors
@@ -87,6 +122,33 @@ impl Runner {
         shape: &BatchShape,
         program: &(dyn Fn(&mut dyn Ops, &Model, &BatchShape) + Sync),
     ) -> Result<Outcome> {
+        self.launch(batch, shape, program)?;
+        self.collect()
+    }
+
+    /// Starts the model's pass over `batch`; [`Runner::collect`] waits for it. Where the device works on its own,
+    /// the caller has the time in between.
+    ///
+    /// # Errors
+    /// As [`Runner::run`].
+    pub fn start(&mut self, batch: &Batch, shape: &BatchShape) -> Result<()> {
+        self.launch(batch, shape, &|s, m, shape| forward(s, m, shape))
+    }
+
+    /// Waits for the pass that was started.
+    ///
+    /// # Errors
+    /// What went wrong in it.
+    pub fn collect(&mut self) -> Result<Outcome> {
+        Ok(self.backend.collect()?)
+    }
+
+    fn launch(
+        &mut self,
+        batch: &Batch,
+        shape: &BatchShape,
+        program: &(dyn Fn(&mut dyn Ops, &Model, &BatchShape) + Sync),
+    ) -> Result<()> {
         let c = &self.model.config;
         let limits = self.model.limits;
         if shape.rows > limits.rows {
@@ -97,10 +159,37 @@ impl Runner {
         }
         let per_layer_vocab = c.per_layer.map_or(c.vocab, |p| p.vocab);
         batch.check(&self.plan, c.hidden, c.vocab, per_layer_vocab).map_err(lapidary_ops::Error::Batch)?;
+        batch.check_steer(&|set| self.holds_steer_set(set)).map_err(lapidary_ops::Error::Batch)?;
         let model = &self.model;
         self.backend.upload(batch)?;
         self.backend.run(shape, &|s| program(s, model, shape))?;
-        Ok(self.backend.collect()?)
+        Ok(())
+    }
+
+    /// Hands `visit` the logits of some of the last pass's head rows, each with its index in `rows`, without
+    /// copying them where the device's memory is at hand.
+    ///
+    /// # Errors
+    /// `Backend` for a row that the buffer does not have; nothing was visited then.
+    pub fn visit_logits(&mut self, rows: &[usize], visit: &mut dyn FnMut(usize, &[f32])) -> Result<()> {
+        let logits = self.model.acts.logits;
+        Ok(self.backend.visit_rows(logits, rows, visit)?)
+    }
+
+    /// Appends the bytes of one page of a group, as the device stores them.
+    ///
+    /// # Errors
+    /// `Backend` where the device cannot hand pages out.
+    pub fn page_read(&mut self, group: Group, page: usize, out: &mut Vec<u8>) -> Result<()> {
+        Ok(self.backend.page_read(group, page, out)?)
+    }
+
+    /// Puts back what [`Runner::page_read`] gave, into any page of the group.
+    ///
+    /// # Errors
+    /// `Backend`; nothing has changed then.
+    pub fn page_write(&mut self, group: Group, page: usize, bytes: &[u8]) -> Result<()> {
+        Ok(self.backend.page_write(group, page, bytes)?)
     }
 
     pub(crate) fn backend(&mut self) -> &mut dyn Backend {

@@ -1,7 +1,7 @@
 //! From one row of logits to one token.
 //!
 //! A [`Sampler`] belongs to one request. Each call takes the softcapped logits of one position and carries
-//! out, in this order: suppress (to -inf), logit bias, penalties, temperature, top-k, top-p, min-p, draw.
+//! out, in this order: [`Limits`] and suppress (to -inf), logit bias, penalties, temperature, top-k, top-p, min-p, draw.
 //! The order of the filters is the one of Hugging Face transformers. Temperature 0 takes the best token
 //! after suppression, bias and penalties.
 //!
@@ -11,11 +11,12 @@
 //!   of earlier draws matter, and a verified draft gives the tokens that plain decoding gives.
 //! - Equal logits are ordered by token id, lowest first, everywhere.
 //! - No call sorts the vocabulary: top-k and top-p find their last kept token by selection in linear time.
-//! - Logprobs describe the model's own distribution: no bias, penalty, temperature or filter is in them.
+//! - Logprobs describe the model's own distribution: no mask, bias, penalty, temperature or filter is in them.
 //!
-//! Deliberately absent: grammar masks (the caller writes -inf into the logits) and stop conditions.
+//! Deliberately absent: where masks come from, and stop conditions.
 
 mod filter;
+mod mask;
 mod params;
 mod penalty;
 mod random;
@@ -24,6 +25,7 @@ mod softmax;
 #[cfg(test)]
 mod tests;
 
+pub use mask::TokenMask;
 pub use params::SamplingParams;
 pub use penalty::TokenCounts;
 pub use random::{philox4x32, uniform};
@@ -104,6 +106,28 @@ pub struct Sampled {
     pub top: Vec<(u32, f32)>,
 }
 
+/// What a token may be beside what the parameters say.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Limits<'a> {
+    /// Only these.
+    pub mask: Option<&'a TokenMask>,
+    /// Not these; ids outside the vocabulary are passed over.
+    pub without: &'a [u32],
+}
+
+impl Limits<'_> {
+    fn apply(&self, row: &mut [f32]) {
+        if let Some(mask) = self.mask {
+            mask.apply(row);
+        }
+        for token in self.without {
+            if let Some(x) = row.get_mut(*token as usize) {
+                *x = f32::NEG_INFINITY;
+            }
+        }
+    }
+}
+
 /// Draws the tokens of one request.
 #[derive(Debug, Clone)]
 pub struct Sampler {
@@ -150,7 +174,22 @@ impl Sampler {
         position: u64,
         counts: &TokenCounts,
     ) -> Result<Sampled, SamplingError> {
-        let kept = self.keep(logits, position, counts)?;
+        self.sample_limited(logits, position, counts, Limits::default())
+    }
+
+    /// [`sample`](Self::sample) among the tokens that `limits` leaves; they come before everything else and are
+    /// not in the reported logprobs.
+    ///
+    /// # Errors
+    /// As for [`sample`](Self::sample).
+    pub fn sample_limited(
+        &mut self,
+        logits: &[f32],
+        position: u64,
+        counts: &TokenCounts,
+        limits: Limits<'_>,
+    ) -> Result<Sampled, SamplingError> {
+        let kept = self.keep(logits, position, counts, limits)?;
         let token = match kept {
             Kept::One(token) => token,
             Kept::All => draw(&self.scratch.weights, uniform(self.params.seed, position)) as u32,
@@ -161,6 +200,17 @@ impl Sampler {
                 self.scratch.kept[index].token
             }
         };
+        self.report(logits, position, token)
+    }
+
+    /// A token that was chosen elsewhere, with the logprobs that the parameters ask for.
+    ///
+    /// # Errors
+    /// A token outside the row, and as for [`sample`](Self::sample).
+    pub fn report(&self, logits: &[f32], position: u64, token: u32) -> Result<Sampled, SamplingError> {
+        if token as usize >= logits.len() {
+            return Err(SamplingError::TokenOutOfRange { name: "forced", token, vocab: logits.len() });
+        }
         let Some(n) = self.params.logprobs else {
             return Ok(Sampled { token, logprob: None, top: Vec::new() });
         };
@@ -182,7 +232,7 @@ impl Sampler {
         position: u64,
         counts: &TokenCounts,
     ) -> Result<Vec<(u32, f64)>, SamplingError> {
-        let mut weighted: Vec<(u32, f64)> = match self.keep(logits, position, counts)? {
+        let mut weighted: Vec<(u32, f64)> = match self.keep(logits, position, counts, Limits::default())? {
             Kept::One(token) => vec![(token, 1.0)],
             Kept::All => {
                 let weights = self.scratch.weights.iter().enumerate();
@@ -201,15 +251,22 @@ impl Sampler {
 
     /// Edits the logits and applies the filters. The survivors' weights, relative to the best token's 1,
     /// are left in the scratch, in order of token id.
-    fn keep(&mut self, logits: &[f32], position: u64, counts: &TokenCounts) -> Result<Kept, SamplingError> {
+    fn keep(
+        &mut self,
+        logits: &[f32],
+        position: u64,
+        counts: &TokenCounts,
+        limits: Limits<'_>,
+    ) -> Result<Kept, SamplingError> {
         let (p, s) = (&self.params, &mut self.scratch);
         if logits.len() != self.vocab {
             return Err(SamplingError::LogitsLength { got: logits.len(), vocab: self.vocab, position });
         }
         let raw_max = softmax::checked_max(logits).map_err(|e| e.at(position))?;
-        let (row, max) = if p.edits_logits(counts) {
+        let (row, max) = if p.edits_logits(counts) || limits != Limits::default() {
             s.edited.clear();
             s.edited.extend_from_slice(logits);
+            limits.apply(&mut s.edited);
             penalty::edit(&mut s.edited, p, counts)?;
             (s.edited.as_slice(), softmax::checked_max(&s.edited).map_err(|e| e.at(position))?)
         } else {

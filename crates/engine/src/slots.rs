@@ -42,6 +42,9 @@ impl Stepper {
         // Too many slots saturate to a number of pages that `resize` refuses.
         let end = [0, 1].map(|g| n_slots.saturating_mul(each[g]).saturating_add(base[g]));
         self.runner.resize(end)?;
+        for slot in 0..self.slots.len() {
+            self.set_slot_steering(slot, None)?;
+        }
         let mut slots = Vec::with_capacity(n_slots);
         for _ in 0..n_slots {
             let lane = Lane::new(&config, base, slot_ctx, chunk);

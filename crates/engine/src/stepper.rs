@@ -34,6 +34,8 @@ pub struct Chunk<'a> {
     pub heads: Range<usize>,
     /// Argmax of each, and what was captured.
     pub outcome: &'a Outcome,
+    /// The batch as it was run; all of its rows are this prompt's.
+    pub batch: &'a Batch,
 }
 
 /// Which sequence a call works on.
@@ -284,6 +286,9 @@ impl Stepper {
             b.spans.push(RowSpan { first_row: row, rows: 1, tables });
             b.heads.push(row as i32);
         }
+        if slots.iter().any(|&slot| self.set_of(Seq::Slot(slot)) >= 0) {
+            self.batch.steer = slots.iter().map(|&slot| self.set_of(Seq::Slot(slot))).collect();
+        }
         for &slot in slots {
             self.slots[slot].touch(1);
         }
@@ -298,6 +303,13 @@ impl Stepper {
             out[row] = self.outcome.argmax[row] as u32;
         }
         Ok(())
+    }
+
+    /// The last single step, as a batch of one row.
+    pub(crate) fn last_step(&self, head: bool) -> Chunk<'_> {
+        let end = self.single.cursor();
+        let heads = if head { end - 1..end } else { end..end };
+        Chunk { positions: end - 1..end, heads, outcome: &self.outcome, batch: &self.batch }
     }
 
     fn at_cursor(&self, position: usize) -> Result<()> {
@@ -353,7 +365,7 @@ impl Stepper {
                 let heads = at(head_rows.start)..at(head_rows.end);
                 let positions = at(chunk.start)..at(chunk.end);
                 s.run_chunk(seq, &checked, chunk.clone(), head_rows, layers.clone())?;
-                sink(Chunk { positions, heads, outcome: &s.outcome })?;
+                sink(Chunk { positions, heads, outcome: &s.outcome, batch: &s.batch })?;
             }
             Ok(())
         })
@@ -388,6 +400,10 @@ impl Stepper {
         let tables = self.lane(seq).tables(&mut b, rows);
         b.spans.push(RowSpan { first_row: 0, rows, tables });
         b.heads.extend(heads.clone().map(|row| (row - chunk.start) as i32));
+        let set = self.set_of(seq);
+        if set >= 0 {
+            b.steer.resize(rows, set);
+        }
         self.batch = b;
         self.lane_mut(seq).touch(rows);
         self.run_batch(layers)?;

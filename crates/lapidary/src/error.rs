@@ -17,6 +17,10 @@ pub enum Error {
     Engine(#[from] lapidary_engine::Error),
     #[error(transparent)]
     Text(#[from] lapidary_text::Error),
+    #[error(transparent)]
+    Capture(#[from] crate::capture::CaptureError),
+    #[error(transparent)]
+    Steering(#[from] crate::steering::SteeringError),
     #[error("{path}: {source}")]
     Io { path: PathBuf, source: std::io::Error },
     #[error("{path} has no tokenizer: {expected} is needed for text (ids can be fed without)")]
@@ -29,6 +33,10 @@ pub enum Error {
     GenerationConfig { field: &'static str, problem: String },
     #[error("the tokenizer has {tokenizer} ids, the model's vocabulary only {model}")]
     VocabularyMismatch { tokenizer: usize, model: usize },
+    #[error(
+        "the chat template writes markers that the vocabulary does not have: {markers}; bring a template made for this model, or start without strict checks"
+    )]
+    UnknownMarkers { markers: String },
     #[error("cannot make such a model: {problem}")]
     Synth { problem: String },
 }

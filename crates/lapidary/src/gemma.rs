@@ -4,11 +4,10 @@ use std::collections::VecDeque;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use lapidary_cpu::{CpuBackend, CpuOptions};
 use lapidary_engine::generate::{Generation, Request};
 use lapidary_engine::{Prompt, Runner, Stepper};
 use lapidary_model::{BuildOptions, Config, Family, Limits, Model, Progress};
-use lapidary_ops::Backend;
+use lapidary_ops::SteerSet;
 use lapidary_text::{
     Builtin, ChatInput, ChatTemplate, OutputOptions, OutputParser, Specials, StreamDecoder, Tokenizer, Tools,
 };
@@ -16,10 +15,12 @@ use lapidary_weights::Checkpoint;
 use serde_json::Value;
 
 use crate::answer::{Answer, Reader};
+use crate::capture::Recording;
 use crate::defaults::Defaults;
 use crate::error::{Error, Result};
 use crate::options::{AnswerOptions, LoadOptions};
 use crate::text_source;
+use crate::trace::Tracing;
 
 /// Where the chat template came from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,6 +56,8 @@ pub struct Gemma {
     load_time: Duration,
     /// Ids whose keys and values the stepper holds.
     fed: Vec<u32>,
+    /// How the stepper's rows were steered.
+    fed_steered: Option<SteerSet>,
 }
 
 impl Gemma {
@@ -76,36 +79,10 @@ impl Gemma {
         progress: &mut dyn FnMut(Progress),
     ) -> Result<Gemma> {
         let start = Instant::now();
-        // A vocabulary of 262,144 pieces takes longer to index than a small model to pack: side by side.
-        let (stepper, tokenizer) = std::thread::scope(|scope| {
-            let tokenizer = scope.spawn(|| text_source::tokenizer(checkpoint));
-            let stepper = load_stepper(checkpoint, options, progress);
-            let tokenizer = tokenizer.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-            (stepper, tokenizer)
-        });
-        let (stepper, tokenizer) = (stepper?, tokenizer?);
-        let config = &stepper.model().config;
-        if tokenizer.vocab_size() as usize > config.vocab {
-            let tokenizer = tokenizer.vocab_size() as usize;
-            return Err(Error::VocabularyMismatch { tokenizer, model: config.vocab });
-        }
-        let defaults = Defaults::new(config, text_source::generation(checkpoint).as_ref(), Some(&tokenizer))?;
-        let mut notes = load_notes(checkpoint, config)?;
-        let (template, template_source) = match text_source::template(checkpoint)? {
-            Some(source) => (ChatTemplate::new(&source)?, TemplateSource::Checkpoint),
-            None => {
-                let builtin = builtin_template(config);
-                notes.push(format!(
-                    "the checkpoint has no chat template; the built-in {builtin:?} one is used"
-                ));
-                (ChatTemplate::builtin(builtin), TemplateSource::BuiltIn)
-            }
-        };
-        let unknown = template.unknown_markers(&tokenizer);
-        if !unknown.is_empty() {
-            let list = unknown.join(" ");
-            notes.push(format!("the chat template writes markers that the vocabulary does not have: {list}"));
-        }
+        let (runner, text) = load_with_text(checkpoint, options, progress)?;
+        let context = options.context_for(&runner.model().config);
+        let stepper = Stepper::new(runner, context);
+        let LoadedText { tokenizer, template, template_source, defaults, notes } = text;
         Ok(Gemma {
             stepper,
             tokenizer,
@@ -115,6 +92,7 @@ impl Gemma {
             notes,
             load_time: start.elapsed(),
             fed: Vec::new(),
+            fed_steered: None,
         })
     }
 
@@ -133,6 +111,7 @@ impl Gemma {
     /// # Errors
     /// What the engine refuses.
     pub fn complete_ids(&mut self, ids: &[u32], options: &AnswerOptions) -> Result<Answer<'_>> {
+        self.steer(options)?;
         let Gemma { stepper, tokenizer, fed, defaults, .. } = self;
         let reader = Reader::Raw(StreamDecoder::without_specials(tokenizer));
         start(stepper, fed, &defaults.stop_ids, reader, ids, options)
@@ -145,9 +124,10 @@ impl Gemma {
     /// [`Error::UnreadablePart`] for a picture or a sound, which are not read; what the template or the engine
     /// refuses.
     pub fn chat(&mut self, input: &ChatInput, options: &AnswerOptions) -> Result<Answer<'_>> {
-        let Gemma { stepper, tokenizer, fed, defaults, template, .. } = self;
         refuse_unreadable_parts(input)?;
-        let prompt = template.encode(tokenizer, input)?;
+        let prompt = self.template.encode(&self.tokenizer, input)?;
+        self.steer(options)?;
+        let Gemma { stepper, tokenizer, fed, defaults, .. } = self;
         let output = OutputOptions {
             tools: Tools::new(&input.tools),
             stop_ids: defaults.stop_ids.clone(),
@@ -159,7 +139,14 @@ impl Gemma {
 
     /// Answer options with the checkpoint's own sampling.
     pub fn answer_options(&self, max_tokens: usize) -> AnswerOptions {
-        AnswerOptions { sampling: self.defaults.sampling.clone(), max_tokens, ignore_eos: false }
+        AnswerOptions {
+            sampling: self.defaults.sampling.clone(),
+            max_tokens,
+            ignore_eos: false,
+            steering: None,
+            capture: None,
+            trace: None,
+        }
     }
 
     /// The checkpoint's own choices.
@@ -187,11 +174,32 @@ impl Gemma {
         &self.stepper.model().config
     }
 
-    /// The step API, at the start of an empty single sequence; the next answer starts afresh too.
+    /// The step API, at the start of an empty single sequence without steering; the next answer starts afresh too.
     pub fn stepper(&mut self) -> &mut Stepper {
         self.fed.clear();
+        self.fed_steered = None;
         self.stepper.reset();
+        // The set no longer applies even where a device fails to give its memory back.
+        let _ = self.stepper.set_steering(None);
+        self.stepper.set_capture(&[]);
         &mut self.stepper
+    }
+
+    /// Steers what comes as `options` ask. Rows that were steered otherwise are not what a prompt's would be, so they
+    /// are run again.
+    fn steer(&mut self, options: &AnswerOptions) -> Result<()> {
+        let steering = options.steering.as_deref().filter(|s| !s.vectors.is_empty());
+        let set = match steering {
+            None => None,
+            Some(steering) => Some(steering.plan(&self.stepper.model().config)?.set),
+        };
+        self.stepper.set_steering(set.as_ref())?;
+        if set != self.fed_steered {
+            self.fed.clear();
+            self.stepper.reset();
+            self.fed_steered = set;
+        }
+        Ok(())
     }
 
     /// The runner, for reports.
@@ -234,9 +242,14 @@ fn start<'a>(
     ids: &[u32],
     options: &AnswerOptions,
 ) -> Result<Answer<'a>> {
+    let recording = match &options.capture {
+        None => None,
+        Some(spec) => Some(Recording::new(spec, &stepper.model().config, ids.len())?),
+    };
     let common = ids.iter().zip(fed.iter()).take_while(|(a, b)| a == b).count();
-    // At least one token must run to have logits.
+    // At least one token must run to have logits, and all that are captured.
     let keep = common.min(ids.len().saturating_sub(1)).min(stepper.cursor());
+    let keep = recording.as_ref().map_or(keep, |r| keep.min(r.first_of_prompt()));
     let reused = match stepper.rewind(keep) {
         Ok(()) => keep,
         Err(_) => {
@@ -261,12 +274,61 @@ fn start<'a>(
         reused,
         ids: Vec::new(),
         call: None,
+        recording,
+        tracing: options.trace.map(Tracing::new),
         ready: VecDeque::new(),
         done: false,
     })
 }
 
-/// Builds a checkpoint's model on the CPU, without any text.
+/// What a model brings beside its weights.
+#[derive(Debug)]
+pub(crate) struct LoadedText {
+    pub tokenizer: Tokenizer,
+    pub template: ChatTemplate,
+    pub template_source: TemplateSource,
+    pub defaults: Defaults,
+    pub notes: Vec<String>,
+}
+
+/// Builds a checkpoint's model on its device and reads its text.
+pub(crate) fn load_with_text(
+    checkpoint: &Checkpoint,
+    options: &LoadOptions,
+    progress: &mut dyn FnMut(Progress),
+) -> Result<(Runner, LoadedText)> {
+    // A vocabulary of 262,144 pieces takes longer to index than a small model to pack: side by side.
+    let (runner, tokenizer) = std::thread::scope(|scope| {
+        let tokenizer = scope.spawn(|| text_source::tokenizer(checkpoint));
+        let runner = load_runner(checkpoint, options, progress);
+        let tokenizer = tokenizer.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        (runner, tokenizer)
+    });
+    let (runner, tokenizer) = (runner?, tokenizer?);
+    let config = &runner.model().config;
+    if tokenizer.vocab_size() as usize > config.vocab {
+        let tokenizer = tokenizer.vocab_size() as usize;
+        return Err(Error::VocabularyMismatch { tokenizer, model: config.vocab });
+    }
+    let defaults = Defaults::new(config, text_source::generation(checkpoint).as_ref(), Some(&tokenizer))?;
+    let mut notes = load_notes(checkpoint, config)?;
+    let (template, template_source) = match text_source::template(checkpoint)? {
+        Some(source) => (ChatTemplate::new(&source)?, TemplateSource::Checkpoint),
+        None => {
+            let builtin = builtin_template(config);
+            notes.push(format!("the checkpoint has no chat template; the built-in {builtin:?} one is used"));
+            (ChatTemplate::builtin(builtin), TemplateSource::BuiltIn)
+        }
+    };
+    let unknown = template.unknown_markers(&tokenizer);
+    if !unknown.is_empty() {
+        let list = unknown.join(" ");
+        notes.push(format!("the chat template writes markers that the vocabulary does not have: {list}"));
+    }
+    Ok((runner, LoadedText { tokenizer, template, template_source, defaults, notes }))
+}
+
+/// Builds a checkpoint's model on its device, without any text.
 ///
 /// # Errors
 /// As [`Gemma::load`].
@@ -275,20 +337,28 @@ pub fn load_stepper(
     options: &LoadOptions,
     progress: &mut dyn FnMut(Progress),
 ) -> Result<Stepper> {
+    let runner = load_runner(checkpoint, options, progress)?;
+    let context = options.context_for(&runner.model().config);
+    Ok(Stepper::new(runner, context))
+}
+
+fn load_runner(
+    checkpoint: &Checkpoint,
+    options: &LoadOptions,
+    progress: &mut dyn FnMut(Progress),
+) -> Result<Runner> {
     let mut config = Config::from_checkpoint(checkpoint)?;
     if let Some(cap) = options.final_softcap {
         let own = config.final_softcap.map_or("none".to_owned(), |own| own.to_string());
         config.notes.push(format!("final logit softcap {cap} as asked, in place of the checkpoint's {own}"));
         config.final_softcap = Some(cap);
     }
-    let cpu = CpuOptions { threads: options.threads, compute: options.compute, level: options.level };
-    let mut backend: Box<dyn Backend> = Box::new(CpuBackend::new(cpu)?);
+    let mut backend = options.device.backend(options)?;
     let context = options.context_for(&config);
     let limits = Limits { rows: options.chunk.clamp(1, context.max(1)), head_rows: options.head_rows.max(1) };
     let build = BuildOptions { limits, embed_scale: options.embed_scale };
     let model = Model::build(config, checkpoint, backend.as_mut(), &build, progress)?;
-    let runner = Runner::new(model, backend, [options.kv_format(); 2], context)?;
-    Ok(Stepper::new(runner, context))
+    Ok(Runner::new(model, backend, [options.kv_format(); 2], context)?)
 }
 
 /// What the checkpoint and its config give cause to say, once the model is built.

@@ -13,27 +13,33 @@ pub mod capture;
 pub mod check;
 pub mod convert;
 mod defaults;
+pub mod device;
 mod error;
 mod gemma;
 pub mod host;
 #[cfg(feature = "hub")]
 pub mod hub;
+mod mix;
 mod options;
 pub mod plan;
+pub mod service;
+pub mod steering;
 pub mod synth;
 pub mod text_source;
+pub mod trace;
 
 pub use answer::{Answer, Piece};
 #[cfg(feature = "pebble")]
 pub use builtin::builtin;
 pub use defaults::Defaults;
+pub use device::Device;
 pub use error::{Error, Result};
 pub use gemma::{Gemma, TemplateSource, load_stepper};
 pub use lapidary_engine::generate::{FinishReason, Usage};
 pub use lapidary_engine::sampling::SamplingParams;
 pub use lapidary_engine::{Heads, Prompt, Runner, SoftKind, SoftSpan, Stepper};
 pub use lapidary_model::{Config, EmbedScale, Progress};
-pub use lapidary_ops::{KvFormat, TapPoint};
+pub use lapidary_ops::{KvFormat, PAGE_TOKENS, TapPoint};
 pub use lapidary_text::{ChatInput, ChatTemplate, Tokenizer, ToolCall};
 pub use lapidary_weights::Checkpoint;
 pub use options::{AnswerOptions, Compute, DEFAULT_CONTEXT, Level, LoadOptions};

@@ -1,6 +1,6 @@
 //! Where a checkpoint keeps its tokenizer, template and generation config.
 
-use lapidary_text::{GgufVocab, Tokenizer};
+use lapidary_text::{GgufVocab, Strings, Tokenizer};
 use lapidary_weights::gguf::{Metadata, StringArray};
 use lapidary_weights::{Checkpoint, ConfigSource};
 use serde_json::Value;
@@ -28,9 +28,9 @@ pub fn tokenizer(checkpoint: &Checkpoint) -> Result<Tokenizer> {
 
 fn gguf_vocab(m: &Metadata) -> Result<Option<GgufVocab>> {
     let key = |name: &str| format!("tokenizer.ggml.{name}");
-    let strings = |name: &str| -> Result<Vec<String>> {
+    let strings = |name: &str| -> Result<Strings> {
         let list = m.get::<&StringArray>(&key(name)).map_err(lapidary_weights::Error::from)?;
-        Ok(list.map(|l| l.iter().map(str::to_owned).collect()).unwrap_or_default())
+        Ok(list.map(|l| l.iter().collect()).unwrap_or_default())
     };
     let id = |name: &str| m.get::<u32>(&key(name)).map_err(lapidary_weights::Error::from);
     let tokens = strings("tokens")?;

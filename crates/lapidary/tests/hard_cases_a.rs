@@ -9,7 +9,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 use common::drive::{assert_bits, every_folder, golden_ids, logits, name, score, tiny_folder, tokens};
-use common::spy::{Hooks, Verb, hooked};
+use common::spy::{Hooks, POISON, hooked, poisoned};
 use common::{EVERY, On, Setup, stepper};
 use lapidary_engine::generate::{Event, FinishReason, Generation, Request};
 use lapidary_engine::sampling::{Sampler, SamplingParams, TokenCounts};
@@ -344,32 +344,6 @@ fn a06_reported_probabilities_are_those_of_capped_logits() {
             assert!((total - 1.0).abs() <= 1e-4, "{total}");
         }
     }
-}
-
-const POISON: u32 = 77;
-
-/// Any row with token 77 gets an embedding of infinities, which the first norm turns into no number.
-fn poisoned() -> Hooks {
-    // A batch must be finite when it arrives, so the last step to infinity is taken inside the pass; other
-    // rows come back from it exactly.
-    let mut hooks = Hooks::batch(|model, batch: &mut Batch| {
-        for row in 0..batch.tokens.len() {
-            if batch.tokens[row] == POISON as i32 {
-                batch.soft_rows.push(row as i32);
-                batch.soft_values.extend(std::iter::repeat_n(f32::MAX, model.config.hidden));
-            }
-        }
-    });
-    hooks.verb = Hooks::verb(|_, verb, s| {
-        verb.run(s);
-        if let Verb::Embed(x, ..) = verb {
-            s.inject_soft(x);
-            s.scale(x, 4.0);
-            s.scale(x, 0.25);
-        }
-    })
-    .verb;
-    hooks
 }
 
 fn clean(s: &Stepper, seed: u64, n: usize) -> Vec<u32> {

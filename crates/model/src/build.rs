@@ -152,6 +152,7 @@ impl Model {
             has_soft: true,
             layers: (0, self.layers.len()),
             has_taps: false,
+            steered: true,
         }
     }
 }

@@ -51,7 +51,7 @@ pub fn forward(s: &mut dyn Ops, m: &Model, shape: &BatchShape) {
             s.norm_add(a.x, a.y, l.post_ffn_norm);
             per_layer::apply(s, a, p, branch, i);
         }
-        s.close_layer(a.x, &l.closing(a, i, layers.get(i - first + 1)));
+        s.close_layer(a.x, &l.closing(a, i, shape.steered, layers.get(i - first + 1)));
     }
     if shape.head_rows > 0 {
         if all_rows {

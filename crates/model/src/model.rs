@@ -197,12 +197,13 @@ pub struct PerLayerBranch {
 
 impl Layer {
     /// How the layer ends: what joins the residual, and the next layer's input norm when there is one.
-    pub fn closing(&self, acts: &Acts, index: usize, next: Option<&Layer>) -> CloseSpec {
+    pub fn closing(&self, acts: &Acts, index: usize, steer: bool, next: Option<&Layer>) -> CloseSpec {
         CloseSpec {
             y: acts.y,
             post: self.per_layer.map_or(self.post_ffn_norm, |p| p.post_norm),
             scalar: self.scalar,
             layer: index,
+            steer,
             next: next.map(|n| (acts.input, n.input_norm)),
         }
     }

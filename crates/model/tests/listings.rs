@@ -64,7 +64,7 @@ fn both_config_forms_make_the_same_pass() {
 fn the_shapes_that_change_a_pass() {
     let m = model(Variant::PerLayerInputs);
     let whole = m.check_shape();
-    let plain = BatchShape { has_soft: false, ..whole.clone() };
+    let plain = BatchShape { has_soft: false, steered: false, ..whole.clone() };
     let no_heads = BatchShape { head_rows: 0, ..plain.clone() };
     let all_rows = BatchShape { tail: TailRows::All, ..plain.clone() };
     let all_no_heads = BatchShape { tail: TailRows::All, ..no_heads.clone() };
@@ -77,7 +77,11 @@ fn the_shapes_that_change_a_pass() {
 
     let lines = |s: &BatchShape| m.listing(s).unwrap();
     let soft: Vec<_> = lines(&whole).into_iter().filter(|l| !l.starts_with("inject_soft")).collect();
-    assert_eq!(soft, lines(&plain), "soft rows add one verb");
+    let steered = lines(&BatchShape { steered: true, ..plain.clone() });
+    assert_eq!(soft, steered, "soft rows add one verb");
+    let (steers, others): (Vec<_>, Vec<_>) = steered.into_iter().partition(|l| l.starts_with("steer "));
+    assert_eq!(others, lines(&plain), "steering adds one verb");
+    assert_eq!(steers.len(), m.layers.len(), "in each layer");
     assert!(lines(&plain).starts_with(&lines(&no_heads)), "without heads it is a beginning of the pass");
     let last = lines(&no_heads).pop().unwrap();
     assert!(last.starts_with("qkv_finish") && last.contains("kv"), "{last}");

@@ -1,14 +1,14 @@
 //! A device: dealing handles at load, running passes afterwards.
 
 use std::fmt;
-use std::sync::Arc;
 
-use lapidary_formats::{Format, TensorView};
+use lapidary_formats::{FileMap, Format, TensorView};
 
 use crate::batch::{Batch, BatchError, BatchShape};
 use crate::handles::{Act, ActSpec, Gain, Mat};
-use crate::kv::{KvPlan, KvRef};
-use crate::ops::{Ops, TapPoint};
+use crate::kv::{Group, KvPlan, KvRef};
+use crate::ops::{Ops, Phase, TapPoint};
+use crate::steer::{Projections, SteerSet};
 
 /// What a backend can fail with.
 #[non_exhaustive]
@@ -42,6 +42,12 @@ pub struct Outcome {
     pub argmax: Vec<i32>,
     /// What was copied out.
     pub taps: Vec<Tap>,
+    /// What steered rows projected onto their directions; empty when no row was steered.
+    pub projections: Projections,
+    /// Microseconds that each phase took on the device, for a backend that was made to measure them; else empty.
+    pub phases: Vec<(Phase, f64)>,
+    /// Bytes of weights that the pass read, for a backend that counts them; else 0.
+    pub weight_bytes: u64,
 }
 
 /// One copied activation, `[rows, width]` float32.
@@ -98,9 +104,6 @@ pub struct KernelReport {
     pub fallback: bool,
 }
 
-/// A mapped file that tensor views point into.
-pub type FileMap = Arc<dyn AsRef<[u8]> + Send + Sync>;
-
 /// A device that can hold one model and run passes over it.
 pub trait Backend: Send + fmt::Debug {
     /// What this is and which kernels it chose.
@@ -135,11 +138,29 @@ pub trait Backend: Send + fmt::Debug {
     /// shapes and formats never change after the first call.
     fn kv(&mut self, plan: &KvPlan) -> Result<()>;
 
-    /// Takes the next pass's data. The batch has passed [`Batch::check`].
+    /// Takes over steering set `index` in place of the one that was there, or gives that one back for `None`. The
+    /// set has passed [`SteerSet::check`]. No pass is under way.
+    ///
+    /// # Errors
+    /// `Unsupported` by the default: a backend that cannot steer says so here, before any row asks for it.
+    fn steer_set(&mut self, _index: usize, set: Option<&SteerSet>) -> Result<()> {
+        match set {
+            None => Ok(()),
+            Some(_) => Err(Error::Unsupported {
+                device: self.report().backend.to_owned(),
+                what: "steering is not there for this device".to_owned(),
+            }),
+        }
+    }
+
+    /// Takes the next pass's data. The batch has passed [`Batch::check`] and [`Batch::check_steer`].
     fn upload(&mut self, batch: &Batch) -> Result<()>;
 
     /// Carries out `program`, a straight-line function of the model and `shape`. Returns once the work is
     /// done or queued.
+    ///
+    /// Programs for equal shapes whose rows are all head rows and none of them soft are the same verbs, so that a
+    /// backend may record the first and repeat it. Anything else (a sublayer alone) is given soft rows.
     fn run(&mut self, shape: &BatchShape, program: &(dyn Fn(&mut dyn Ops) + Sync)) -> Result<()>;
 
     /// Waits for the oldest run and hands over what it left.
@@ -147,6 +168,22 @@ pub trait Backend: Send + fmt::Debug {
 
     /// Reads the first `rows` rows of a float32 activation, as the last pass left it.
     fn read(&mut self, act: Act, rows: usize, out: &mut Vec<f32>) -> Result<()>;
+
+    /// Hands `visit` the rows `rows` of a float32 activation, as the last pass left it, each with its index in
+    /// `rows`. A backend whose memory is at hand lends them in place; this default copies all up to the last.
+    ///
+    /// # Errors
+    /// As [`Backend::read`]; nothing was visited then.
+    fn visit_rows(&mut self, act: Act, rows: &[usize], visit: &mut dyn FnMut(usize, &[f32])) -> Result<()> {
+        let Some(count) = rows.iter().max().map(|last| last + 1) else { return Ok(()) };
+        let mut values = Vec::new();
+        self.read(act, count, &mut values)?;
+        let width = values.len() / count;
+        for (i, row) in rows.iter().enumerate() {
+            visit(i, &values[row * width..(row + 1) * width]);
+        }
+        Ok(())
+    }
 
     /// Writes one position's keys and values (`kv_heads * head_dim` each) straight into a page.
     fn kv_store(&mut self, cache: KvRef, page: usize, in_page: usize, k: &[f32], v: &[f32]) -> Result<()>;
@@ -160,6 +197,28 @@ pub trait Backend: Send + fmt::Debug {
         k: &mut [f32],
         v: &mut [f32],
     ) -> Result<()>;
+
+    /// Appends the bytes of one page of a group as stored, layer after layer, [`KvGroupPlan::page_bytes`](crate::KvGroupPlan::page_bytes) each.
+    ///
+    /// # Errors
+    /// `Unsupported` by a backend that cannot hand pages out; a page outside the pools.
+    fn page_read(&mut self, _group: Group, _page: usize, _out: &mut Vec<u8>) -> Result<()> {
+        Err(Error::Unsupported {
+            device: self.report().backend.into(),
+            what: "hand out pages of keys and values".into(),
+        })
+    }
+
+    /// Puts back what [`Backend::page_read`] handed out, into any page of the same group.
+    ///
+    /// # Errors
+    /// As `page_read`, and a wrong number of bytes; nothing has changed then.
+    fn page_write(&mut self, _group: Group, _page: usize, _bytes: &[u8]) -> Result<()> {
+        Err(Error::Unsupported {
+            device: self.report().backend.into(),
+            what: "take in pages of keys and values".into(),
+        })
+    }
 
     /// Bytes held.
     fn memory(&self) -> MemoryUse;

@@ -1,5 +1,6 @@
 //! One step as plain data: columns of integers that a person can print and check.
 
+use crate::backend::Tap;
 use crate::kv::{GROUPS, KvPlan, PAGE_TOKENS};
 use crate::ops::TapPoint;
 
@@ -30,6 +31,9 @@ pub struct Batch {
     pub heads: Vec<i32>,
     /// What the pass copies out beside the logits.
     pub taps: TapSet,
+    /// The steering set of each row, -1 for none; empty when no row is steered. Sets are given to the device with
+    /// [`Backend::steer_set`](crate::Backend::steer_set).
+    pub steer: Vec<i32>,
 }
 
 /// The rows of one sequence.
@@ -93,6 +97,8 @@ pub struct BatchShape {
     pub layers: (usize, usize),
     /// Whether the pass copies anything out beside the logits.
     pub has_taps: bool,
+    /// Whether any row is steered.
+    pub steered: bool,
 }
 
 /// What is wrong with a batch. A caller that plans batches itself has a bug when it sees one.
@@ -116,6 +122,8 @@ pub enum BatchError {
     Head { row: i32 },
     #[error("soft row {row} is outside the batch or its values are missing or not finite")]
     Soft { row: i32 },
+    #[error("row {row} asks for steering set {set}, which the device does not hold")]
+    Steer { row: usize, set: i32 },
 }
 
 impl Batch {
@@ -131,6 +139,7 @@ impl Batch {
         self.soft_values.clear();
         self.heads.clear();
         self.taps.points.clear();
+        self.steer.clear();
     }
 
     /// The shape for a pass over all `layers` layers of a model.
@@ -142,6 +151,7 @@ impl Batch {
             has_soft: !self.soft_rows.is_empty(),
             layers: (0, layers),
             has_taps: !self.taps.points.is_empty(),
+            steered: self.steer.iter().any(|&set| set >= 0),
         }
     }
 
@@ -184,6 +194,9 @@ impl Batch {
                 }
             }
         }
+        if !self.steer.is_empty() && self.steer.len() != rows {
+            return Err(BatchError::Length { column: "steer", found: self.steer.len(), rows });
+        }
         let mut next = 0;
         for span in &self.spans {
             if span.first_row != next || span.rows == 0 || span.rows > rows - next {
@@ -212,6 +225,25 @@ impl Batch {
             }
         }
         Ok(())
+    }
+
+    /// Checks that every steering set that a row asks for is one of `held`, by index.
+    ///
+    /// # Errors
+    /// `Steer` for the first row that asks for another.
+    pub fn check_steer(&self, held: &dyn Fn(usize) -> bool) -> Result<(), BatchError> {
+        for (row, &set) in self.steer.iter().enumerate() {
+            if set < -1 || (set >= 0 && !held(set as usize)) {
+                return Err(BatchError::Steer { row, set });
+            }
+        }
+        Ok(())
+    }
+
+    /// The row of the batch that row `row` of a capture is: a capture taken after the tail was cut holds head rows
+    /// only.
+    pub fn row_of(&self, tap: &Tap, row: usize) -> usize {
+        if tap.rows == self.tokens.len() { row } else { self.heads[row] as usize }
     }
 
     fn check_row(&self, plan: &KvPlan, span: &RowSpan, row: usize) -> Result<(), BatchError> {

@@ -16,13 +16,15 @@ mod handles;
 mod kv;
 mod ops;
 pub mod program;
+mod steer;
 
-pub use backend::{Backend, DeviceReport, Error, FileMap, KernelReport, MemoryUse, Outcome, Result, Tap};
+pub use backend::{Backend, DeviceReport, Error, KernelReport, MemoryUse, Outcome, Result, Tap};
 pub use batch::{Batch, BatchError, BatchShape, PageTable, RowSpan, TailRows, TapSet};
 pub use handles::{Act, ActKind, ActRows, ActSpec, Gain, GainSpec, Mat, MatSpec};
 pub use kv::{GROUPS, Group, KvFormat, KvGroupPlan, KvLayerShape, KvPlan, KvRef, PAGE_TOKENS};
-pub use lapidary_formats::{Format, Scales, TensorView};
+pub use lapidary_formats::{FileBytes, FileMap, Format, Scales, TensorView};
 pub use ops::{
     Activation, AttnSpec, CloseSpec, ExpertSpec, KvSpec, Norm, Ops, PerLayerSpec, Phase, QkvSpec, RouteSpec,
     TapPoint, ValueSource,
 };
+pub use steer::{Projections, SteerEdit, SteerError, SteerMode, SteerSet};

@@ -145,6 +145,8 @@ pub struct CloseSpec {
     pub scalar: Option<f32>,
     /// The layer that ends.
     pub layer: usize,
+    /// Whether rows are steered here; the same for every layer of a pass.
+    pub steer: bool,
     /// The next layer's input buffer and norm.
     pub next: Option<(Act, Norm)>,
 }
@@ -164,7 +166,7 @@ pub enum TapPoint {
     Routes(usize),
     /// MLP output before its post norm, `[R, hidden]`.
     Mlp(usize),
-    /// Residual after the layer, its scalar included, `[R, hidden]`.
+    /// Residual after the layer, its scalar and steering included, `[R, hidden]`.
     LayerOut(usize),
     /// After the final norm, head rows only, `[head rows, hidden]`.
     FinalNorm,
@@ -268,12 +270,29 @@ pub trait Ops {
         self.geglu(out, gate_up, f);
     }
 
-    /// Ends a layer and opens the next: `x = (x + rms(y; post)) * scalar`, the layer's tap, and the next
-    /// layer's `input = rms(x; norm)`.
+    /// Makes the edits of each row's [steering set](crate::SteerSet) for `layer`, in order, and notes each row's
+    /// projection before each edit in [`Outcome::projections`](crate::Outcome::projections).
+    ///
+    /// With `u` the unit direction, `p = x . u` summed in an order fixed by the width, and `s` the strength:
+    /// nothing where `s = 0` or `p` does not exceed the gate; else [`SteerMode`](crate::SteerMode)'s formula, the
+    /// factor before `u` rounded to float32 first. `Renorm` then multiplies by `|x| / |x'|` where `x'` is not
+    /// zero. All in float32, so that a row's bits depend on nothing but the row.
+    ///
+    /// A backend that steers overrides this and [`Backend::steer_set`](crate::Backend::steer_set); one that
+    /// doesn't refuses every set, so that no batch reaches this default.
+    fn steer(&mut self, _x: Act, _layer: usize) {
+        unreachable!("a batch is steered by a set, and a backend without this verb takes none");
+    }
+
+    /// Ends a layer and opens the next: `x = (x + rms(y; post)) * scalar`, the rows' steering where there is any,
+    /// the layer's tap, and the next layer's `input = rms(x; norm)`.
     fn close_layer(&mut self, x: Act, spec: &CloseSpec) {
         self.norm_add(x, spec.y, spec.post);
         if let Some(by) = spec.scalar {
             self.scale(x, by);
+        }
+        if spec.steer {
+            self.steer(x, spec.layer);
         }
         self.tap(TapPoint::LayerOut(spec.layer), x);
         if let Some((input, norm)) = spec.next {

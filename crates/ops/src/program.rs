@@ -315,6 +315,11 @@ impl Ops for Recorder<'_> {
         self.line("argmax", self.name(logits).to_string());
     }
 
+    fn steer(&mut self, x: Act, layer: usize) {
+        self.floats("steer", &[x]);
+        self.line("steer", format!("{} at the end of layer {layer}", self.name(x)));
+    }
+
     // Taps are points of the pass, not steps of it: the listing stays free of them.
     fn tap(&mut self, _point: TapPoint, _x: Act) {}
 

@@ -85,7 +85,14 @@ fn a_pass_that_fits_is_printed_a_verb_a_line() {
         s.keep_rows(&[X, Y]);
         s.close_layer(
             X,
-            &CloseSpec { y: Y, post: norm(0), scalar: Some(0.5), layer: 0, next: Some((INPUT, norm(0))) },
+            &CloseSpec {
+                y: Y,
+                post: norm(0),
+                scalar: Some(0.5),
+                layer: 0,
+                steer: true,
+                next: Some((INPUT, norm(0))),
+            },
         );
         s.logits(LOGITS, INPUT, TABLE, Some(30.0));
         s.argmax(LOGITS);
@@ -104,6 +111,7 @@ fn a_pass_that_fits_is_printed_a_verb_a_line() {
         "rms_norm y = y by norm",
         "add x += y",
         "scale x *= 0.5",
+        "steer x at the end of layer 0",
         "rms_norm input = x by norm",
         "logits logits = input x embed softcap 30",
         "argmax logits",

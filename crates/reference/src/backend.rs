@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 use lapidary_ops::{
     Act, ActRows, ActSpec, Backend, Batch, BatchError, BatchShape, DeviceReport, Error, Format, Gain,
-    KernelReport, KvPlan, KvRef, Mat, MemoryUse, Ops, Outcome, Result, TensorView,
+    KernelReport, KvPlan, KvRef, Mat, MemoryUse, Ops, Outcome, Result, SteerSet, TensorView,
 };
 
 use crate::decode::decode;
@@ -41,6 +41,7 @@ pub struct ReferenceBackend {
     pub(crate) acts: Vec<Buffer>,
     pub(crate) kv: KvStore,
     pub(crate) batch: Batch,
+    pub(crate) steer_sets: Vec<Option<SteerSet>>,
     outcomes: VecDeque<Outcome>,
 }
 
@@ -129,7 +130,16 @@ impl Backend for ReferenceBackend {
         self.kv.resize(plan)
     }
 
+    fn steer_set(&mut self, index: usize, set: Option<&SteerSet>) -> Result<()> {
+        if index >= self.steer_sets.len() {
+            self.steer_sets.resize(index + 1, None);
+        }
+        self.steer_sets[index] = set.cloned();
+        Ok(())
+    }
+
     fn upload(&mut self, batch: &Batch) -> Result<()> {
+        batch.check_steer(&|set| self.steer_sets.get(set).is_some_and(Option::is_some))?;
         for Buffer { spec, .. } in &self.acts {
             let rows = match spec.rows {
                 ActRows::Batch => batch.tokens.len(),

@@ -6,7 +6,7 @@
 
 use lapidary_ops::{
     Act, Activation, AttnSpec, ExpertSpec, Gain, KvRef, Mat, Norm, Ops, Outcome, PAGE_TOKENS, PerLayerSpec,
-    QkvSpec, RouteSpec, RowSpan, Tap, TapPoint, ValueSource,
+    Projections, QkvSpec, RouteSpec, RowSpan, SteerEdit, SteerMode, Tap, TapPoint, ValueSource,
 };
 
 use crate::backend::ReferenceBackend;
@@ -28,7 +28,12 @@ impl<'a> Pass<'a> {
     pub fn new(on: &'a mut ReferenceBackend) -> Self {
         let rows = (0..on.batch.tokens.len()).collect();
         let spans = on.batch.spans.iter().flat_map(|s| std::iter::repeat_n(*s, s.rows)).collect();
-        Pass { on, rows, spans, outcome: Outcome::default() }
+        let batch_rows = on.batch.steer.len();
+        let edits =
+            on.batch.steer.iter().filter_map(|&set| on.steer_sets.get(usize::try_from(set).ok()?)?.as_ref());
+        let stride = edits.map(|set| set.edits.len()).max().unwrap_or(0);
+        let projections = Projections::new(batch_rows, stride);
+        Pass { on, rows, spans, outcome: Outcome { projections, ..Outcome::default() } }
     }
 
     /// What the pass leaves behind.
@@ -291,6 +296,20 @@ impl Ops for Pass<'_> {
         self.rows = heads;
     }
 
+    fn steer(&mut self, x: Act, layer: usize) {
+        for r in 0..self.rows.len() {
+            let batch_row = self.rows[r];
+            let Ok(set) = usize::try_from(self.on.batch.steer[batch_row]) else { continue };
+            let set = self.on.steer_sets[set].clone().expect("the batch was checked");
+            let (first, edits) = set.at(layer);
+            for (i, edit) in (first..).zip(edits) {
+                let p = edit_row(self.row_mut(x, r), edit);
+                let at = batch_row * self.outcome.projections.stride + i;
+                self.outcome.projections.values[at] = p;
+            }
+        }
+    }
+
     fn logits(&mut self, out: Act, x: Act, head: Mat, softcap: Option<f32>) {
         self.multiply(out, x, head, |z| soft_cap(z, softcap));
     }
@@ -307,6 +326,28 @@ impl Ops for Pass<'_> {
             self.outcome.taps.push(Tap { point, rows, width, values });
         }
     }
+}
+
+/// Makes one edit of one row and returns the projection that it had before.
+fn edit_row(x: &mut [f32], edit: &SteerEdit) -> f32 {
+    let p = dot(x, &edit.unit) as f32;
+    if edit.strength == 0.0 || edit.gate.is_some_and(|gate| p <= gate || p.is_nan()) {
+        return p;
+    }
+    let s = edit.strength;
+    let along = match edit.mode {
+        SteerMode::Add => s * edit.norm,
+        SteerMode::Ablate | SteerMode::Renorm => -(s * p),
+        SteerMode::Clamp => s * (edit.to - p),
+    };
+    let before = dot(x, x);
+    x.iter_mut().zip(edit.unit.iter()).for_each(|(x, u)| *x += along * u);
+    let after = dot(x, x);
+    if edit.mode == SteerMode::Renorm && after > 0.0 {
+        let by = (before / after).sqrt() as f32;
+        x.iter_mut().for_each(|x| *x *= by);
+    }
+    p
 }
 
 /// `out = f(gate) * up` with `gate_up = [gate, up]`.

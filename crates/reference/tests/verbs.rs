@@ -496,6 +496,7 @@ fn a_closed_layer_is_scaled_whole_and_opens_the_next() {
         post: Norm { gain: post, eps: 0.0 },
         scalar: Some(0.5),
         layer: 4,
+        steer: false,
         next: Some((input, Norm { gain: next, eps: 0.0 })),
     };
     // `filled` ran with the taps too; this run has its own outcome.

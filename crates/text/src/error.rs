@@ -58,6 +58,14 @@ pub enum Error {
         /// What was expected there.
         problem: &'static str,
     },
+    /// A grammar, schema or expression cannot be honoured.
+    #[error("{place}: {problem}")]
+    Grammar {
+        /// Where, such as `schema.properties.a.type`.
+        place: String,
+        /// What is wrong and what was expected.
+        problem: String,
+    },
 }
 
 /// The crate's result.

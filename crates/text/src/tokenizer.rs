@@ -1,29 +1,29 @@
 //! Text to token ids and back, the same ids whether the vocabulary comes from a `tokenizer.json` or from a GGUF file.
 //!
-//! Both constructors reduce their file to one description: pieces with a kind each, and an ordered list of merges. A
-//! SentencePiece-style GGUF has scores in place of merges; the list is derived from them in the same order as the
-//! published `tokenizer.json` has it. Encoding is then
+//! Both constructors reduce their file to one description: pieces with a kind each, and what decides between merges: an
+//! ordered list, or scores. Encoding is then
 //! 1. cut the raw text at literal pieces, leftmost and longest first (control tokens only when asked for),
 //! 2. replace every space by U+2581,
 //! 3. merge over the whole of each remaining run, with bytes for characters that the vocabulary lacks.
 //!
-//! Merging is the `tokenizers` crate's, whose heap keeps long prompts near-linear. Its added-token and normaliser layers
-//! are not used: they cannot leave control tokens out per call, and they pay with an offset table for every byte.
+//! The published implementation is the `tokenizers` crate; tests hold every id against it. It is not used here: it takes
+//! a second to load a vocabulary of 262,144 pieces and three times the memory, and its added-token and normaliser layers
+//! cannot leave control tokens out per call.
 
 mod gguf;
 mod json;
 mod literal;
+mod merging;
+mod pieces;
 mod specials;
-
-use std::collections::HashMap;
-
-use tokenizers::Model;
-use tokenizers::models::bpe::BPE;
 
 use crate::error::{Error, Result};
 pub use gguf::GgufVocab;
 use literal::Literals;
 pub(crate) use literal::Segment;
+use merging::{Merges, Merging, Unknown};
+pub use pieces::Strings;
+use pieces::{Class, Pieces, Vocabulary};
 pub use specials::SpecialIds;
 pub(crate) use specials::is_control_name;
 
@@ -62,23 +62,19 @@ pub(crate) enum Kind {
 #[derive(Debug)]
 pub(crate) struct Parts {
     /// Text and kind of every id; `Missing` where there is none.
-    pub pieces: Vec<(String, Kind)>,
-    /// Pairs in the order of their priority.
-    pub merges: Vec<(String, String)>,
-    pub unk: Option<String>,
+    pub pieces: Pieces,
+    pub merges: Merges,
+    pub unk: Option<u32>,
     pub bos: Option<u32>,
-    pub byte_fallback: bool,
-    pub fuse_unk: bool,
+    pub unknown: Unknown,
     pub ignore_merges: bool,
 }
 
 /// Converts between text and token ids.
 #[derive(Debug)]
 pub struct Tokenizer {
-    bpe: BPE,
-    pieces: Vec<(String, Kind)>,
-    /// Ids by text, of the pieces that merging does not know.
-    literal_ids: HashMap<String, u32>,
+    vocab: Vocabulary,
+    merging: Merging,
     literals: Literals,
     normalized_literals: Literals,
     specials: SpecialIds,
@@ -99,74 +95,29 @@ impl Tokenizer {
     }
 
     fn build(parts: Parts) -> Result<Self> {
-        let Parts { pieces, merges, unk, bos, byte_fallback, fuse_unk, ignore_merges } = parts;
+        let Parts { pieces, merges, unk, bos, unknown, ignore_merges } = parts;
         let (mut literals, mut normalized_literals) = (Literals::default(), Literals::default());
-        let mut literal_ids = HashMap::new();
-        let mut vocab = tokenizers::models::bpe::Vocab::new();
         let mut bytes_known = 0;
-        for (id, (text, kind)) in pieces.iter().enumerate() {
-            let id = id as u32;
+        for (id, text, kind) in pieces.iter() {
             match kind {
-                Kind::Missing => continue,
-                Kind::Normal | Kind::Unused => {}
+                Kind::Missing | Kind::Normal | Kind::Unused => {}
                 Kind::Byte(_) => bytes_known += 1,
                 Kind::Literal | Kind::Special => literals.insert(text, id),
                 Kind::NormalizedLiteral => normalized_literals.insert(&text.replace(' ', SPACE), id),
             }
-            // Merging must never make a control token, so it does not know them; the unknown token is the exception
-            // because it needs an id to fall back to, and no text can merge into it below.
-            let known = if matches!(kind, Kind::Special | Kind::Unused) && unk.as_ref() != Some(text) {
-                literal_ids.insert(text.clone(), id)
-            } else {
-                vocab.insert(text.clone(), id)
-            };
-            if known.is_some() {
-                return Err(Error::Vocabulary(format!(
-                    "piece {text:?} appears twice, the second time as id {id}"
-                )));
-            }
         }
-        if let Some(unk) = unk.as_ref().filter(|unk| !vocab.contains_key(unk.as_str())) {
-            return Err(Error::Vocabulary(format!("the unknown token {unk:?} is not among the pieces")));
-        }
-        if unk.is_none() && !(byte_fallback && bytes_known == 256) {
+        let vocab = Vocabulary::new(pieces, unk)?;
+        if unk.is_none() && !(unknown.byte_fallback && bytes_known == 256) {
             let problem = format!(
                 "neither an unknown token nor all 256 byte pieces ({bytes_known} found): characters would vanish"
             );
             return Err(Error::Vocabulary(problem));
         }
-        let is_control = |text: &String| literal_ids.contains_key(text) || unk.as_ref() == Some(text);
-        let mut usable = Vec::with_capacity(merges.len());
-        for (rank, (left, right)) in merges.into_iter().enumerate() {
-            let joined = format!("{left}{right}");
-            if [&left, &right, &joined].into_iter().any(is_control) {
-                continue;
-            }
-            if let Some(lost) =
-                [&left, &right, &joined].into_iter().find(|text| !vocab.contains_key(text.as_str()))
-            {
-                return Err(Error::Vocabulary(format!(
-                    "merge {rank} needs the piece {lost:?}, which does not exist"
-                )));
-            }
-            usable.push((left, right));
-        }
-        let by_name = |name: &str| literal_ids.get(name).or_else(|| vocab.get(name)).copied();
-        let mut specials = SpecialIds::find(by_name);
+        let merging = Merging::new(&vocab, merges, unknown, ignore_merges)?;
+        let mut specials = SpecialIds::find(|name| find(&vocab, name));
         specials.bos = bos.or(specials.bos);
-        specials.unk = unk.as_ref().and_then(|unk| vocab.get(unk.as_str()).copied()).or(specials.unk);
-        // The crate's cache is per thread and never freed; whole runs hardly repeat, so it is off.
-        let mut builder = BPE::builder()
-            .cache_capacity(0)
-            .byte_fallback(byte_fallback)
-            .fuse_unk(fuse_unk)
-            .ignore_merges(ignore_merges);
-        if let Some(unk) = unk {
-            builder = builder.unk_token(unk);
-        }
-        let bpe =
-            builder.vocab_and_merges(vocab, usable).build().map_err(|e| Error::Vocabulary(e.to_string()))?;
-        Ok(Self { bpe, pieces, literal_ids, literals, normalized_literals, specials })
+        specials.unk = unk.or(specials.unk);
+        Ok(Self { vocab, merging, literals, normalized_literals, specials })
     }
 
     /// Ids of a text, without a BOS unless the text spells one and `specials` says to parse it.
@@ -186,13 +137,7 @@ impl Tokenizer {
         for segment in self.normalized_literals.split(normalized, |_| true) {
             match segment {
                 Segment::Piece(id) => ids.push(id),
-                Segment::Text(run) => {
-                    let tokens = self
-                        .bpe
-                        .tokenize(run)
-                        .expect("merging fails only without its unknown token, which `build` checked");
-                    ids.extend(tokens.iter().map(|token| token.id));
-                }
+                Segment::Text(run) => self.merging.run(&self.vocab, run, ids),
             }
         }
     }
@@ -227,42 +172,41 @@ impl Tokenizer {
 
     /// Appends what a token stands for: its text with U+2581 turned back into spaces, or its byte.
     pub fn append_bytes(&self, id: u32, out: &mut Vec<u8>) -> Result<()> {
-        match self.pieces.get(id as usize) {
-            None | Some((_, Kind::Missing)) => return Err(self.no_such_id(id)),
-            Some((_, Kind::Byte(byte))) => out.push(*byte),
-            Some((text, _)) => {
-                let mut words = text.split(SPACE);
-                out.extend(words.next().unwrap_or_default().bytes());
-                for word in words {
-                    out.push(b' ');
-                    out.extend(word.bytes());
-                }
-            }
+        let text = self.piece(id)?;
+        if let Kind::Byte(byte) = self.vocab.pieces.kind(id) {
+            out.push(byte);
+            return Ok(());
+        }
+        let mut words = text.split(SPACE);
+        out.extend(words.next().unwrap_or_default().bytes());
+        for word in words {
+            out.push(b' ');
+            out.extend(word.bytes());
         }
         Ok(())
     }
 
     /// The piece itself, as the vocabulary spells it.
     pub fn piece(&self, id: u32) -> Result<&str> {
-        match self.pieces.get(id as usize) {
-            None | Some((_, Kind::Missing)) => Err(self.no_such_id(id)),
-            Some((text, _)) => Ok(text),
+        match self.vocab.pieces.kind(id) {
+            Kind::Missing => Err(self.no_such_id(id)),
+            _ => Ok(self.vocab.pieces.text(id)),
         }
     }
 
     /// One more than the largest id. The model's embedding may have further, unused rows.
     pub fn vocab_size(&self) -> u32 {
-        self.pieces.len() as u32
+        self.vocab.pieces.len() as u32
     }
 
     /// The id of a piece spelled as in the vocabulary.
     pub fn token_id(&self, piece: &str) -> Option<u32> {
-        self.literal_ids.get(piece).copied().or_else(|| self.bpe.token_to_id(piece))
+        find(&self.vocab, piece)
     }
 
     /// Whether an id is a control token; an id without a piece is none.
     pub fn is_special(&self, id: u32) -> bool {
-        matches!(self.pieces.get(id as usize), Some((_, Kind::Special)))
+        self.vocab.pieces.kind(id) == Kind::Special
     }
 
     /// The ids of Gemma's control tokens in this vocabulary.
@@ -279,10 +223,11 @@ impl Tokenizer {
     /// First characters of all control tokens: text without them cannot spell any.
     pub(crate) fn control_initials(&self) -> Vec<char> {
         let mut initials: Vec<char> = self
+            .vocab
             .pieces
             .iter()
-            .filter(|(_, kind)| *kind == Kind::Special)
-            .filter_map(|(text, _)| text.chars().next())
+            .filter(|(_, _, kind)| *kind == Kind::Special)
+            .filter_map(|(_, text, _)| text.chars().next())
             .collect();
         initials.sort_unstable();
         initials.dedup();
@@ -294,28 +239,13 @@ impl Tokenizer {
     }
 }
 
+/// The id of a piece, a control token's first.
+fn find(vocab: &Vocabulary, piece: &str) -> Option<u32> {
+    vocab.find(piece, Class::Control).or_else(|| vocab.find(piece, Class::Text))
+}
+
 /// The byte that a piece such as `<0x0A>` stands for.
 fn byte_of(piece: &str) -> Option<u8> {
     let hex = piece.strip_prefix("<0x")?.strip_suffix('>')?;
     (hex.len() == 2).then(|| u8::from_str_radix(hex, 16).ok()).flatten()
-}
-
-/// Grows the list so that `id` fits, refusing ids that could only come from a damaged file.
-fn place(pieces: &mut Vec<(String, Kind)>, id: u64, count: usize, text: String, kind: Kind) -> Result<()> {
-    // Published vocabularies leave small gaps at most; the bound keeps one absurd id from allocating gigabytes.
-    const LARGEST_GAP: u64 = 65_536;
-    if id >= count as u64 + LARGEST_GAP {
-        return Err(Error::Vocabulary(format!(
-            "piece {text:?} has id {id} in a vocabulary of {count} pieces"
-        )));
-    }
-    let id = id as usize;
-    if pieces.len() <= id {
-        pieces.resize_with(id + 1, || (String::new(), Kind::Missing));
-    }
-    if pieces[id].1 != Kind::Missing {
-        return Err(Error::Vocabulary(format!("id {id} belongs to both {:?} and {text:?}", pieces[id].0)));
-    }
-    pieces[id] = (text, kind);
-    Ok(())
 }

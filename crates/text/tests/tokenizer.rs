@@ -6,7 +6,7 @@ mod common;
 use std::time::{Duration, Instant};
 
 use common::{as_gguf, corpus, outside_file, pebble, pebble_json, read_gguf_vocab};
-use lapidary_text::{Error, GgufVocab, Specials, Tokenizer};
+use lapidary_text::{Error, GgufVocab, Specials, Strings, Tokenizer};
 
 /// The published behaviour: every added token matched, nothing put in front.
 fn oracle_ids(oracle: &tokenizers::Tokenizer, text: &str) -> Vec<u32> {
@@ -98,7 +98,7 @@ fn d02_the_declared_names_choose_the_algorithm() {
         assert!(message.contains(&format!("{model:?}")), "{message}");
     }
     // The chosen algorithm's list must be there; the other one's is no substitute.
-    let no_merges = GgufVocab { merges: vec![], ..vocab.clone() };
+    let no_merges = GgufVocab { merges: Strings::default(), ..vocab.clone() };
     assert!(ids(no_merges).unwrap_err().to_string().contains("merges"));
     let no_scores = GgufVocab { model: "llama".into(), scores: vec![], ..vocab.clone() };
     assert!(ids(no_scores).unwrap_err().to_string().contains("scores"));
@@ -132,7 +132,7 @@ fn scored() -> GgufVocab {
     }
     GgufVocab {
         model: "llama".into(),
-        tokens,
+        tokens: tokens.iter().collect(),
         token_types,
         scores,
         bos: Some(2),

@@ -19,5 +19,5 @@ pub mod safetensors;
 
 pub use checkpoint::{Checkpoint, ConfigSource, FormatShare, Ignored, Kind, Stored, TextFiles};
 pub use error::{Error, Result};
-pub use map::FileMap;
+pub use lapidary_formats::FileMap;
 pub use names::{ExpertPart, LayerRole, Role};

@@ -5,16 +5,13 @@ use std::ops::Deref;
 use std::path::Path;
 use std::sync::Arc;
 
+use lapidary_formats::{FileBytes, FileMap};
 use memmap2::Mmap;
-
-/// The bytes of one whole file, kept alive by whoever holds a clone. A backend that reads matrices in place holds the
-/// maps that its matrices point into.
-pub type FileMap = Arc<dyn AsRef<[u8]> + Send + Sync>;
 
 /// What the readers of both kinds of file hold.
 #[derive(Clone)]
 pub(crate) enum Mapped {
-    File(Arc<Mmap>),
+    File(Arc<FileMapping>),
     Static(&'static [u8]),
 }
 
@@ -33,7 +30,7 @@ impl Mapped {
         // of the `Arc`. Another process that shortens the file meanwhile can still fault us; model files are written
         // once, and copying 60 GB to exclude that is no trade a user would make.
         let map = unsafe { Mmap::map(&file) }?;
-        Ok(Mapped::File(Arc::new(map)))
+        Ok(Mapped::File(Arc::new(FileMapping(map))))
     }
 
     /// Bytes that are part of the program.
@@ -58,17 +55,37 @@ impl Mapped {
         if offset + bytes.len() > self.len() {
             return false;
         }
-        #[cfg(unix)]
         if let Mapped::File(map) = self {
+            map.release(bytes);
+        }
+        true
+    }
+}
+
+/// A read-only, shared map of a file.
+pub(crate) struct FileMapping(Mmap);
+
+impl AsRef<[u8]> for FileMapping {
+    fn as_ref(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+impl FileBytes for FileMapping {
+    fn release(&self, bytes: &[u8]) {
+        let offset = (bytes.as_ptr() as usize).checked_sub(self.0.as_ptr() as usize);
+        let inside = offset.filter(|offset| offset + bytes.len() <= self.0.len());
+        #[cfg(unix)]
+        if let Some(offset) = inside {
+            let dont_need = memmap2::UncheckedAdvice::DontNeed;
             // SAFETY: the map is a read-only, shared one of a file, so dropped pages are read from the file again on
             // the next access and no view ever sees other bytes.
-            let advised = unsafe {
-                map.unchecked_advise_range(memmap2::UncheckedAdvice::DontNeed, offset, bytes.len())
-            };
+            let advised = unsafe { self.0.unchecked_advise_range(dont_need, offset, bytes.len()) };
             // It is advice: a system that does not take it keeps the pages a while longer.
             drop(advised);
         }
-        true
+        #[cfg(not(unix))]
+        let _ = inside;
     }
 }
 
@@ -77,7 +94,7 @@ impl Deref for Mapped {
 
     fn deref(&self) -> &[u8] {
         match self {
-            Mapped::File(map) => map,
+            Mapped::File(map) => &map.0,
             Mapped::Static(bytes) => bytes,
         }
     }

@@ -2,8 +2,10 @@
 
 use std::io::{IsTerminal, stdin};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use anyhow::{Context, bail};
+use lapidary::steering::Steering;
 use lapidary::{ChatInput, Gemma};
 use rustyline::DefaultEditor;
 use rustyline::error::ReadlineError;
@@ -16,6 +18,7 @@ use crate::model_args::{ComputeFlag, LoadArgs, ModelArgs};
 use crate::sampling_args::SamplingArgs;
 use crate::source;
 use crate::speak::{Said, Show, speak};
+use crate::steer_args::SteerArgs;
 
 /// Hold a conversation.
 ///
@@ -38,6 +41,8 @@ pub struct Args {
     #[command(flatten)]
     pub sampling: SamplingArgs,
     #[command(flatten)]
+    pub steer: SteerArgs,
+    #[command(flatten)]
     pub compute: ComputeFlag,
     #[command(flatten)]
     pub load: LoadArgs,
@@ -57,13 +62,10 @@ const HELP: &str = "In the chat:
 A line that is to begin with a slash is written with two.";
 
 pub fn run(args: &Args) -> anyhow::Result<()> {
-    let mut chat = Chat {
-        gemma: load::gemma(&args.model, &args.load, args.compute.compute)?,
-        args,
-        system: args.system.clone(),
-        messages: Vec::new(),
-        last: None,
-    };
+    let gemma = load::gemma(&args.model, &args.load, args.compute.compute)?;
+    let steering = args.steer.steering(gemma.config())?;
+    let mut chat =
+        Chat { gemma, steering, args, system: args.system.clone(), messages: Vec::new(), last: None };
     if let Some(path) = &args.load_chat {
         chat.load(path)?;
     }
@@ -110,6 +112,7 @@ enum Next {
 
 struct Chat<'a> {
     gemma: Gemma,
+    steering: Option<Arc<Steering>>,
     args: &'a Args,
     system: Option<String>,
     /// Turns of user and assistant.
@@ -188,7 +191,8 @@ impl Chat<'_> {
         let system = self.system.as_ref().map(|text| json!({"role": "system", "content": text}));
         let messages = system.into_iter().chain(self.messages.iter().cloned()).collect();
         let input = ChatInput { messages, enable_thinking: Some(self.args.think), ..ChatInput::default() };
-        let options = self.args.sampling.options(&self.gemma, usize::MAX);
+        let mut options = self.args.sampling.options(&self.gemma, usize::MAX);
+        options.steering = self.steering.clone();
         let interrupt = Interrupt::listen();
         speak(self.gemma.chat(&input, &options)?, Show::Stream, Some(&interrupt))
     }

@@ -14,6 +14,7 @@ use crate::failure::Usage;
 use crate::load;
 use crate::model_args::{ComputeArg, LoadArgs, ModelArgs, ScaleArg};
 use crate::source;
+use crate::steer_args::SteerArgs;
 
 /// Write logits and activations of a prompt to a file.
 ///
@@ -26,7 +27,9 @@ hidden.N [T, H]          output of layer N after its scalar (--layers)\n  \
 embed, final_norm [T, H] scaled embeddings; the residual after the final norm (--also)\n  \
 attn.N.q, attn.N.o [T, heads, D]     queries; heads before projection (--also attn)\n  \
 router_idx, router_weight [L, T, K]  chosen experts, best first (--also router)\n  \
-per_layer_inputs [T, L, P]           combined per-layer inputs (--also per_layer)\n\n\
+per_layer_inputs [T, L, P]           combined per-layer inputs (--also per_layer)\n  \
+mlp.N [T, H]                         feed-forward block before its post norm (--also mlp)\n  \
+lens.ids, lens.probability [L, T, K] likeliest tokens by the head at each layer (--lens)\n\n\
 Example:\n  lapidary dump -m MODEL --tokens 2,9259,1902 --layers all --dtype f32 -o out.safetensors")]
 pub struct Args {
     #[command(flatten)]
@@ -50,9 +53,14 @@ pub struct Args {
     /// images, types [n] i64 (1 image, 3 audio)
     #[arg(long, value_name = "FILE")]
     pub soft: Option<PathBuf>,
-    /// More to write, separated by commas; attn is of the layers of --layers, or of all
+    /// Logit lens: the K likeliest tokens of the output head applied to each layer's output, 5 when not given
+    #[arg(long, value_name = "K", num_args = 0..=1, default_missing_value = "5", value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub lens: Option<u32>,
+    /// More to write, separated by commas; attn and mlp are of the layers of --layers, or of all
     #[arg(long, value_enum, value_delimiter = ',')]
     pub also: Vec<Also>,
+    #[command(flatten)]
+    pub steer: SteerArgs,
     #[command(flatten)]
     pub load: LoadArgs,
 }
@@ -72,6 +80,8 @@ pub enum Also {
     /// Combined per-layer inputs
     #[value(name = "per_layer")]
     PerLayer,
+    /// Feed-forward blocks before their post norm
+    Mlp,
 }
 
 /// A choice of layers.
@@ -114,6 +124,9 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     options.context = Some(args.load.ctx.map_or(args.tokens.len(), |c| c as usize));
     let mut stepper = load::stepper(&checkpoint, &options, &args.load.device)?;
     load::tell_notes(&stepper);
+    if let Some(steering) = args.steer.steering(&config)? {
+        stepper.set_steering(Some(&steering.plan(&config)?.set))?;
+    }
     let prompt = Prompt { tokens: args.tokens.clone(), soft };
     let captured = capture(&mut stepper, &prompt, &wanted)?;
     if let Some(c) =
@@ -145,18 +158,17 @@ fn wanted(args: &Args, config: &Config) -> anyhow::Result<Wanted> {
     if has(Also::PerLayer) && config.per_layer.is_none() {
         return Err(Usage("--also per_layer: the model has no per-layer inputs; leave it out".into()).into());
     }
-    let attention = match (has(Also::Attn), layers.is_empty()) {
-        (false, _) => Vec::new(),
-        (true, true) => all(),
-        (true, false) => layers.clone(),
-    };
+    let these = || if layers.is_empty() { all() } else { layers.clone() };
+    let attention = if has(Also::Attn) { these() } else { Vec::new() };
     Ok(Wanted {
-        layers,
+        layers: layers.clone(),
         embed: has(Also::Embed),
         final_norm: has(Also::FinalNorm),
         attention,
         router: has(Also::Router),
         per_layer: has(Also::PerLayer),
+        mlp: if has(Also::Mlp) { these() } else { Vec::new() },
+        lens: args.lens.unwrap_or(0) as usize,
     })
 }
 
@@ -232,7 +244,7 @@ fn i64s(file: &File, name: &str) -> anyhow::Result<Option<Vec<i64>>> {
     Ok(Some(file.bytes(entry).as_chunks::<8>().0.iter().map(|b| i64::from_le_bytes(*b)).collect()))
 }
 
-fn save(path: &Path, captured: &[Captured]) -> anyhow::Result<()> {
+pub(crate) fn save(path: &Path, captured: &[Captured]) -> anyhow::Result<()> {
     let bytes: Vec<Vec<u8>> = captured
         .iter()
         .map(|c| match &c.values {

@@ -8,9 +8,12 @@ use lapidary::{ChatInput, Gemma, TemplateSource};
 use serde_json::json;
 
 use crate::load;
+use crate::look_args::LookArgs;
 use crate::model_args::{ComputeFlag, LoadArgs, ModelArgs};
 use crate::sampling_args::SamplingArgs;
+use crate::source;
 use crate::speak::{Show, speak};
+use crate::steer_args::SteerArgs;
 
 /// Answer or complete one prompt.
 ///
@@ -41,6 +44,10 @@ pub struct Args {
     #[command(flatten)]
     pub sampling: SamplingArgs,
     #[command(flatten)]
+    pub steer: SteerArgs,
+    #[command(flatten)]
+    pub look: LookArgs,
+    #[command(flatten)]
     pub compute: ComputeFlag,
     #[command(flatten)]
     pub load: LoadArgs,
@@ -60,7 +67,9 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     let mut gemma = load::gemma(&args.model, &args.load, args.compute.compute)?;
     let raw = raw(args, &gemma);
     let context = args.load.options(args.compute.compute).context_for(gemma.config());
-    let options = args.sampling.options(&gemma, if raw { COMPLETION_TOKENS } else { usize::MAX });
+    let mut options = args.sampling.options(&gemma, if raw { COMPLETION_TOKENS } else { usize::MAX });
+    args.look.ask(&mut options);
+    options.steering = args.steer.steering(gemma.config())?;
     let show = if args.json { Show::Nothing } else { Show::Stream };
     let said = match raw {
         true => speak(gemma.complete(&prompt, &options)?, show, None)?,
@@ -73,8 +82,12 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
             speak(gemma.chat(&input, &options)?, show, None)?
         }
     };
+    args.look.tell(&said, &prompt, &source::name(&args.model), &gemma)?;
     if args.json {
         let mut result = said.json(&gemma, options.sampling.seed);
+        if args.look.trace {
+            result["trace"] = serde_json::to_value(&said.traces)?;
+        }
         result["mode"] = json!(if raw { "completion" } else { "chat" });
         writeln!(stdout().lock(), "{result:#}")?;
     } else if let Some(remark) = said.remark(context) {

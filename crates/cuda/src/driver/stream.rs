@@ -150,6 +150,14 @@ impl Event {
         unsafe { cu!(cuEventRecord(self.raw, stream.raw)) }
     }
 
+    /// As [`record`](Event::record), for a stream whose work is being recorded: each launch of the recording
+    /// notes the time anew.
+    pub fn record_in_graph(&self, stream: &Stream) -> Result<()> {
+        let flags = sys::CUevent_record_flags::CU_EVENT_RECORD_EXTERNAL as u32;
+        // SAFETY: both are alive.
+        unsafe { cu!(cuEventRecordWithFlags(self.raw, stream.raw, flags)) }
+    }
+
     /// Waits until the point is reached.
     pub fn wait(&self) -> Result<()> {
         self.context.bind()?;

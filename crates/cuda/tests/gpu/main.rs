@@ -8,6 +8,8 @@
 mod attn_decode;
 mod gemm_prefill;
 mod lab;
+mod ops;
+mod pair;
 mod probe;
 mod producers;
 mod skinny_gemm;

@@ -119,7 +119,8 @@ impl SamplingParams {
         !self.suppress.is_empty() || !self.logit_bias.is_empty() || (self.penalises() && !counts.is_empty())
     }
 
-    fn penalises(&self) -> bool {
+    /// Whether any penalty is on, so that tokens must be counted.
+    pub(crate) fn penalises(&self) -> bool {
         self.repetition_penalty != 1.0 || self.presence_penalty != 0.0 || self.frequency_penalty != 0.0
     }
 }

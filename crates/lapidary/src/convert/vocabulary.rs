@@ -101,9 +101,9 @@ impl Vocabulary {
     fn verify(&self, original: &Tokenizer) -> Result<(), String> {
         let vocab = GgufVocab {
             model: "gemma4".to_owned(),
-            tokens: self.tokens.clone(),
+            tokens: self.tokens.iter().collect(),
             token_types: self.types.clone(),
-            merges: self.merges.clone(),
+            merges: self.merges.iter().collect(),
             unk: self.unknown,
             ..GgufVocab::default()
         };

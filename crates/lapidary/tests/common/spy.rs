@@ -8,9 +8,9 @@ use std::sync::{Arc, Mutex, OnceLock};
 use lapidary_engine::{Runner, Stepper};
 use lapidary_model::{BuildOptions, Config, Limits, Model};
 use lapidary_ops::{
-    Act, ActSpec, Activation, AttnSpec, Backend, Batch, BatchShape, DeviceReport, ExpertSpec, Gain, KvPlan,
-    KvRef, Mat, MemoryUse, Norm, Ops, Outcome, PerLayerSpec, Phase, QkvSpec, Result, RouteSpec, TapPoint,
-    TensorView,
+    Act, ActSpec, Activation, AttnSpec, Backend, Batch, BatchShape, DeviceReport, ExpertSpec, Gain, Group,
+    KvPlan, KvRef, Mat, MemoryUse, Norm, Ops, Outcome, PerLayerSpec, Phase, QkvSpec, Result, RouteSpec,
+    SteerSet, TapPoint, TensorView,
 };
 use lapidary_weights::Checkpoint;
 
@@ -38,6 +38,7 @@ pub enum Verb<'a> {
     Logits(Act, Act, Mat, Option<f32>),
     Argmax(Act),
     Tap(TapPoint, Act),
+    Steer(Act, usize),
 }
 
 impl Verb<'_> {
@@ -62,6 +63,7 @@ impl Verb<'_> {
             Verb::Logits(out, x, head, cap) => s.logits(out, x, head, cap),
             Verb::Argmax(x) => s.argmax(x),
             Verb::Tap(point, x) => s.tap(point, x),
+            Verb::Steer(x, layer) => s.steer(x, layer),
         }
     }
 }
@@ -131,8 +133,40 @@ impl Hooks {
     }
 }
 
+/// The token that [`poisoned`] looks for.
+pub const POISON: u32 = 77;
+
+/// Any row with token 77 gets an embedding of infinities, which the first norm turns into no number.
+pub fn poisoned() -> Hooks {
+    // A batch must be finite when it arrives, so the last step to infinity is taken inside the pass; other
+    // rows come back from it exactly.
+    let mut hooks = Hooks::batch(|model, batch: &mut Batch| {
+        for row in 0..batch.tokens.len() {
+            if batch.tokens[row] == POISON as i32 {
+                batch.soft_rows.push(row as i32);
+                batch.soft_values.extend(std::iter::repeat_n(f32::MAX, model.config.hidden));
+            }
+        }
+    });
+    hooks.verb = Hooks::verb(|_, verb, s| {
+        verb.run(s);
+        if let Verb::Embed(x, ..) = verb {
+            s.inject_soft(x);
+            s.scale(x, 4.0);
+            s.scale(x, 0.25);
+        }
+    })
+    .verb;
+    hooks
+}
+
 /// A stepper whose backend is hooked.
 pub fn hooked(folder: &Path, on: On, setup: Setup, hooks: &Hooks) -> Stepper {
+    Stepper::new(hooked_runner(folder, on, setup, hooks), setup.context)
+}
+
+/// A runner whose backend is hooked.
+pub fn hooked_runner(folder: &Path, on: On, setup: Setup, hooks: &Hooks) -> Runner {
     let checkpoint = Checkpoint::open(folder).expect("checkpoint opens");
     let mut config = Config::from_checkpoint(&checkpoint).expect("config is read");
     if let Some(change) = &hooks.config {
@@ -148,8 +182,7 @@ pub fn hooked(folder: &Path, on: On, setup: Setup, hooks: &Hooks) -> Stepper {
         change(&mut model);
     }
     assert!(hooks.built.set(model.clone()).is_ok(), "hooks serve one model");
-    let runner = Runner::new(model, backend, [setup.kv; 2], setup.context).expect("pools fit");
-    Stepper::new(runner, setup.context)
+    Runner::new(model, backend, [setup.kv; 2], setup.context).expect("pools fit")
 }
 
 #[derive(Debug)]
@@ -186,6 +219,9 @@ impl Backend for Spy {
     fn kv(&mut self, plan: &KvPlan) -> Result<()> {
         self.inner.kv(plan)
     }
+    fn steer_set(&mut self, index: usize, set: Option<&SteerSet>) -> Result<()> {
+        self.inner.steer_set(index, set)
+    }
     fn upload(&mut self, batch: &Batch) -> Result<()> {
         self.batch = batch.clone();
         if let (Some(change), Some(model)) = (&self.hooks.batch, self.hooks.built.get()) {
@@ -219,6 +255,12 @@ impl Backend for Spy {
         v: &mut [f32],
     ) -> Result<()> {
         self.inner.kv_load(cache, page, place, k, v)
+    }
+    fn page_read(&mut self, group: Group, page: usize, out: &mut Vec<u8>) -> Result<()> {
+        self.inner.page_read(group, page, out)
+    }
+    fn page_write(&mut self, group: Group, page: usize, bytes: &[u8]) -> Result<()> {
+        self.inner.page_write(group, page, bytes)
     }
     fn memory(&self) -> MemoryUse {
         self.inner.memory()
@@ -297,6 +339,9 @@ impl Ops for SpyOps<'_> {
     }
     fn tap(&mut self, point: TapPoint, x: Act) {
         self.pass("tap", Verb::Tap(point, x));
+    }
+    fn steer(&mut self, x: Act, layer: usize) {
+        self.pass("steer", Verb::Steer(x, layer));
     }
     fn fork(&mut self) {
         self.s.fork();

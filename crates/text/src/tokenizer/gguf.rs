@@ -3,8 +3,11 @@
 //! Such a vocabulary may hold scores and merges at once, and either gives ids that decode to the same text, so the
 //! algorithm is chosen by the names in the file and never by what happens to be present.
 
-use std::collections::{HashMap, HashSet};
+use std::borrow::Cow;
+use std::collections::HashSet;
 
+use super::merging::{Merges, Unknown};
+use super::pieces::{Pieces, Strings};
 use super::specials::is_control_name;
 use super::{Kind, Parts, SPACE, byte_of};
 use crate::error::{Error, Result};
@@ -17,13 +20,13 @@ pub struct GgufVocab {
     /// `tokenizer.ggml.pre`.
     pub pre: Option<String>,
     /// `tokenizer.ggml.tokens`: the text of every id.
-    pub tokens: Vec<String>,
+    pub tokens: Strings,
     /// `tokenizer.ggml.scores`: one a token, or empty. Needed by the score-based algorithm.
     pub scores: Vec<f32>,
     /// `tokenizer.ggml.token_type`: one a token (1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte).
     pub token_types: Vec<i32>,
     /// `tokenizer.ggml.merges`: two pieces with a space between. Needed by the merge-based algorithm.
-    pub merges: Vec<String>,
+    pub merges: Strings,
     /// `tokenizer.ggml.bos_token_id`.
     pub bos: Option<u32>,
     /// `tokenizer.ggml.eos_token_id`.
@@ -61,32 +64,33 @@ pub(super) fn parse(vocab: GgufVocab) -> Result<Parts> {
             return Err(Error::Vocabulary(format!("{key} token id {id} in a vocabulary of {count}")));
         }
     }
-    let mut pieces = Vec::with_capacity(count);
-    for (id, (text, kind)) in vocab.tokens.into_iter().zip(&vocab.token_types).enumerate() {
-        pieces.push(piece(id, text, *kind)?);
+    let mut pieces = Pieces::default();
+    for (id, (text, kind)) in vocab.tokens.iter().zip(&vocab.token_types).enumerate() {
+        let (text, kind) = piece(id, text, *kind)?;
+        pieces.push(&text, kind);
     }
     let merges = match algorithm {
-        Algorithm::Merges => split_merges(vocab.merges)?,
-        Algorithm::Scores => derive_merges(&pieces, &vocab.scores)?,
+        Algorithm::Merges => {
+            let merges = split_merges(&vocab.merges)?;
+            restore_literals(&mut pieces, &merges);
+            Merges::Ranked(merges)
+        }
+        Algorithm::Scores => Merges::Scored(vocab.scores),
     };
-    if matches!(algorithm, Algorithm::Merges) {
-        restore_literals(&mut pieces, &merges);
-    }
-    let unk = vocab.unk.map(|id| pieces[id as usize].0.clone()).or_else(|| {
-        let unk = pieces.iter().find(|(text, _)| text == "<unk>");
-        unk.map(|(text, _)| text.clone())
+    let unk = vocab.unk.or_else(|| {
+        let named = pieces.iter().find(|(_, text, _)| *text == "<unk>");
+        named.map(|(id, _, _)| id)
     });
     // Ids that the file declares are control tokens even where a converter typed them otherwise.
     for id in [vocab.bos, vocab.eos, vocab.unk, vocab.pad].into_iter().flatten() {
-        pieces[id as usize].1 = Kind::Special;
+        pieces.set_kind(id, Kind::Special);
     }
     Ok(Parts {
         pieces,
         merges,
         unk,
         bos: vocab.bos,
-        byte_fallback: true,
-        fuse_unk: true,
+        unknown: Unknown { byte_fallback: true, fuse: true },
         ignore_merges: false,
     })
 }
@@ -116,15 +120,15 @@ fn algorithm(vocab: &GgufVocab) -> Result<Algorithm> {
     )))
 }
 
-fn piece(id: usize, text: String, kind: i32) -> Result<(String, Kind)> {
+fn piece(id: usize, text: &str, kind: i32) -> Result<(Cow<'_, str>, Kind)> {
     let kind = match kind {
         // A control name decides over the declared type; `is_control_name` says why.
-        _ if is_control_name(&text) => Kind::Special,
+        _ if is_control_name(text) => Kind::Special,
         1 => Kind::Normal,
         2 | 3 => Kind::Special,
         4 => Kind::Literal,
         5 => Kind::Unused,
-        6 => match byte_of(&text) {
+        6 => match byte_of(text) {
             Some(byte) => Kind::Byte(byte),
             None => {
                 return Err(Error::Vocabulary(format!("token {id} is typed as a byte but reads {text:?}")));
@@ -137,68 +141,31 @@ fn piece(id: usize, text: String, kind: i32) -> Result<(String, Kind)> {
         }
     };
     // Converters write user-defined runs of spaces as spaces; the vocabulary proper has U+2581.
-    let text = if kind == Kind::Literal { text.replace(' ', SPACE) } else { text };
+    let text = match kind {
+        Kind::Literal if text.contains(' ') => Cow::Owned(text.replace(' ', SPACE)),
+        _ => Cow::Borrowed(text),
+    };
     // Types come from converters that know bytes only by name.
     let kind = if kind == Kind::Normal { byte_of(&text).map_or(kind, Kind::Byte) } else { kind };
     Ok((text, kind))
 }
 
-fn split_merges(merges: Vec<String>) -> Result<Vec<(String, String)>> {
-    let split = |(rank, merge): (usize, String)| match merge.split_once(' ') {
-        Some((left, right)) if !left.is_empty() && !right.is_empty() => {
-            Ok((left.to_owned(), right.to_owned()))
-        }
-        _ => Err(Error::Vocabulary(format!(
-            "merge {rank} is {merge:?}; expected two pieces with a space between"
-        ))),
-    };
-    merges.into_iter().enumerate().map(split).collect()
-}
-
-/// The merges that a scored vocabulary implies: every cut of a piece into two pieces, the best score first, then the
-/// longer left part, the longer right part, and the order of the pieces. User-defined pieces score 0, the best there is
-/// (files carry a placeholder for them). For Gemma 3 this is the published `tokenizer.json`'s list, entry for entry.
-fn derive_merges(pieces: &[(String, Kind)], scores: &[f32]) -> Result<Vec<(String, String)>> {
-    struct Cut {
-        score: f32,
-        left: (u32, u32),
-        right: (u32, u32),
-    }
-    let mergeable = |kind: Kind| matches!(kind, Kind::Normal | Kind::Literal);
-    let ids: HashMap<&str, u32> = pieces
-        .iter()
-        .enumerate()
-        .filter(|(_, (_, kind))| mergeable(*kind))
-        .map(|(id, (text, _))| (text.as_str(), id as u32))
-        .collect();
-    let mut cuts = Vec::new();
-    for (id, (text, kind)) in pieces.iter().enumerate() {
-        if !mergeable(*kind) {
-            continue;
-        }
-        let score = if *kind == Kind::Literal { 0.0 } else { scores[id] };
-        if !score.is_finite() {
-            return Err(Error::Vocabulary(format!(
-                "token {id} ({text:?}) has score {score}; expected a finite number"
-            )));
-        }
-        let length = text.chars().count() as u32;
-        let first = cuts.len();
-        for (chars, (at, _)) in text.char_indices().enumerate().skip(1) {
-            if let (Some(&left), Some(&right)) = (ids.get(&text[..at]), ids.get(&text[at..])) {
-                let chars = chars as u32;
-                cuts.push(Cut { score, left: (left, chars), right: (right, length - chars) });
+fn split_merges(merges: &Strings) -> Result<Strings> {
+    let mut pairs = Strings::default();
+    for (rank, merge) in merges.iter().enumerate() {
+        match merge.split_once(' ') {
+            Some((left, right)) if !left.is_empty() && !right.is_empty() => {
+                pairs.push(left);
+                pairs.push(right);
+            }
+            _ => {
+                return Err(Error::Vocabulary(format!(
+                    "merge {rank} is {merge:?}; expected two pieces with a space between"
+                )));
             }
         }
-        cuts[first..].sort_by_key(|cut| (cut.left.0, cut.right.0));
     }
-    let order = |a: &Cut, b: &Cut| {
-        let scores = b.score.partial_cmp(&a.score).expect("scores are finite");
-        scores.then(b.left.1.cmp(&a.left.1)).then(b.right.1.cmp(&a.right.1))
-    };
-    cuts.sort_by(order);
-    let text = |id: u32| pieces[id as usize].0.clone();
-    Ok(cuts.iter().map(|cut| (text(cut.left.0), text(cut.right.0))).collect())
+    Ok(pairs)
 }
 
 /// Marks the pieces that are matched literally although the file types them as normal.
@@ -207,58 +174,30 @@ fn derive_merges(pieces: &[(String, Kind)], scores: &[f32]) -> Result<Vec<(Strin
 /// those were. The markup ones (`<code>`, `[multimodal]`) show themselves: no merge makes them. Runs of tabs and newlines
 /// need no mark, because merging makes them whole. So it does runs of spaces; their mark matters to text that holds
 /// U+2581 itself, and Gemma's vocabulary is known by its longest run.
-fn restore_literals(pieces: &mut [(String, Kind)], merges: &[(String, String)]) {
+fn restore_literals(pieces: &mut Pieces, pairs: &Strings) {
     const LONGEST_RUN: usize = 31;
-    let made: HashSet<String> = merges.iter().map(|(left, right)| format!("{left}{right}")).collect();
-    let markup = |text: &str| {
-        (text.starts_with('<') && text.ends_with('>')) || (text.starts_with('[') && text.ends_with(']'))
+    let enclosed = |first: Option<char>, last: Option<char>| {
+        matches!((first, last), (Some('<'), Some('>')) | (Some('['), Some(']')))
     };
+    let is_run = |text: &str| text.trim_start_matches(SPACE).is_empty();
+    // What merges make, of the texts that are asked for below.
+    let mut made = HashSet::new();
+    for rank in 0..pairs.len() / 2 {
+        let text = |i| pairs.get(2 * rank + i).unwrap_or_default();
+        let (left, right) = (text(0), text(1));
+        if enclosed(left.chars().next(), right.chars().next_back()) || (is_run(left) && is_run(right)) {
+            made.insert(format!("{left}{right}"));
+        }
+    }
     let has_runs = made.contains(&SPACE.repeat(LONGEST_RUN));
-    let run = |text: &str| has_runs && text.len() > SPACE.len() && text.trim_start_matches(SPACE).is_empty();
-    for (text, kind) in pieces {
-        if *kind == Kind::Normal && (run(text) || (text.len() > 2 && markup(text) && !made.contains(text))) {
-            *kind = Kind::Literal;
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn merges_follow_score_then_length_then_the_order_of_pieces() {
-        // Expected: the list that the converter of the published tokenizer.json makes of these pieces.
-        let scored = [
-            ("aba", -1.0),
-            ("b", -7.0),
-            ("a", -8.0),
-            ("ab", -1.0),
-            ("ba", -0.0),
-            ("abab", -2.0),
-            ("bab", -1.0),
-        ];
-        let mut pieces: Vec<_> = scored.iter().map(|(text, _)| ((*text).to_owned(), Kind::Normal)).collect();
-        let mut scores: Vec<f32> = scored.iter().map(|(_, score)| *score).collect();
-        for text in ["\u{2581}\u{2581}", "bb"] {
-            pieces.push((text.to_owned(), Kind::Literal));
-            scores.push(-1000.0);
-        }
-        pieces.push(("aa".to_owned(), Kind::Special));
-        scores.push(9.0);
-        let merges = derive_merges(&pieces, &scores).unwrap();
-        let expected = [
-            ("b", "a"),
-            ("b", "b"),
-            ("ab", "a"),
-            ("ba", "b"),
-            ("a", "ba"),
-            ("b", "ab"),
-            ("a", "b"),
-            ("aba", "b"),
-            ("ab", "ab"),
-            ("a", "bab"),
-        ];
-        assert_eq!(merges, expected.map(|(left, right)| (left.to_owned(), right.to_owned())));
-    }
+    let literals: Vec<u32> = pieces
+        .iter()
+        .filter(|&(_, text, kind)| {
+            let markup = text.len() > 2 && enclosed(text.chars().next(), text.chars().next_back());
+            let run = has_runs && text.len() > SPACE.len() && is_run(text);
+            kind == Kind::Normal && (run || (markup && !made.contains(text)))
+        })
+        .map(|(id, _, _)| id)
+        .collect();
+    literals.into_iter().for_each(|id| pieces.set_kind(id, Kind::Literal));
 }

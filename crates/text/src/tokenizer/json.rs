@@ -8,8 +8,10 @@ use serde::Deserialize;
 use serde::de::{IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::Value;
 
+use super::merging::{Merges, Unknown};
+use super::pieces::{Pieces, Strings};
 use super::specials::is_control_name;
-use super::{Kind, Parts, SPACE, byte_of, place};
+use super::{Kind, Parts, SPACE, byte_of};
 use crate::error::{Error, Result};
 
 #[derive(Deserialize)]
@@ -132,24 +134,58 @@ pub(super) fn parse(bytes: &[u8]) -> Result<Parts> {
     for (text, (id, kind)) in added {
         place(&mut pieces, id, count, text, kind)?;
     }
-    let merges = file.model.merges.into_iter().enumerate().map(|(rank, merge)| match merge {
-        Merge::Pair(left, right) => Ok((left, right)),
-        Merge::Joined(text) => match text.split_once(' ') {
-            Some((left, right)) if !right.contains(' ') => Ok((left.to_owned(), right.to_owned())),
-            _ => Err(Error::Vocabulary(format!(
-                "merge {rank} is {text:?}; expected two pieces with a space between"
-            ))),
-        },
-    });
+    let mut merges = Strings::default();
+    for (rank, merge) in file.model.merges.iter().enumerate() {
+        let (left, right) = match merge {
+            Merge::Pair(left, right) => (left.as_str(), right.as_str()),
+            Merge::Joined(text) => match text.split_once(' ') {
+                Some((left, right)) if !right.contains(' ') => (left, right),
+                _ => {
+                    return Err(Error::Vocabulary(format!(
+                        "merge {rank} is {text:?}; expected two pieces with a space between"
+                    )));
+                }
+            },
+        };
+        merges.push(left);
+        merges.push(right);
+    }
+    let known = |unk: &String| {
+        let id = pieces.iter().position(|(text, kind)| text == unk && *kind != Kind::Missing);
+        let lost = || Error::Vocabulary(format!("the unknown token {unk:?} is not among the pieces"));
+        id.map(|id| id as u32).ok_or_else(lost)
+    };
+    let unk = file.model.unk_token.as_ref().map(known).transpose()?;
+    let mut packed = Pieces::default();
+    pieces.iter().for_each(|(text, kind)| packed.push(text, *kind));
     Ok(Parts {
-        pieces,
-        merges: merges.collect::<Result<_>>()?,
-        unk: file.model.unk_token,
+        pieces: packed,
+        merges: Merges::Ranked(merges),
+        unk,
         bos: None,
-        byte_fallback: file.model.byte_fallback,
-        fuse_unk: file.model.fuse_unk,
+        unknown: Unknown { byte_fallback: file.model.byte_fallback, fuse: file.model.fuse_unk },
         ignore_merges: file.model.ignore_merges,
     })
+}
+
+/// Grows the list so that `id` fits, refusing ids that could only come from a damaged file.
+fn place(pieces: &mut Vec<(String, Kind)>, id: u64, count: usize, text: String, kind: Kind) -> Result<()> {
+    // Published vocabularies leave small gaps at most; the bound keeps one absurd id from allocating gigabytes.
+    const LARGEST_GAP: u64 = 65_536;
+    if id >= count as u64 + LARGEST_GAP {
+        return Err(Error::Vocabulary(format!(
+            "piece {text:?} has id {id} in a vocabulary of {count} pieces"
+        )));
+    }
+    let id = id as usize;
+    if pieces.len() <= id {
+        pieces.resize_with(id + 1, || (String::new(), Kind::Missing));
+    }
+    if pieces[id].1 != Kind::Missing {
+        return Err(Error::Vocabulary(format!("id {id} belongs to both {:?} and {text:?}", pieces[id].0)));
+    }
+    pieces[id] = (text, kind);
+    Ok(())
 }
 
 fn added_kind(

@@ -219,10 +219,10 @@ pub fn read_gguf_vocab(bytes: &[u8]) -> GgufVocab {
         match key.strip_prefix("tokenizer.ggml.") {
             Some("model") => vocab.model = value.as_str().unwrap().into(),
             Some("pre") => vocab.pre = value.as_str().map(Into::into),
-            Some("tokens") => vocab.tokens = list().map(|v| v.as_str().unwrap().into()).collect(),
+            Some("tokens") => vocab.tokens = list().map(|v| v.as_str().unwrap()).collect(),
             Some("scores") => vocab.scores = list().map(|v| v.as_f64().unwrap() as f32).collect(),
             Some("token_type") => vocab.token_types = list().map(|v| v.as_i64().unwrap() as i32).collect(),
-            Some("merges") => vocab.merges = list().map(|v| v.as_str().unwrap().into()).collect(),
+            Some("merges") => vocab.merges = list().map(|v| v.as_str().unwrap()).collect(),
             Some("bos_token_id") => vocab.bos = id(),
             Some("eos_token_id") => vocab.eos = id(),
             Some("unknown_token_id") => vocab.unk = id(),

@@ -4,7 +4,8 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 use super::{Entry, Header};
-use crate::map::{FileMap, Mapped};
+use crate::FileMap;
+use crate::map::Mapped;
 use crate::{Error, Result};
 
 /// A safetensors file: its header in memory, its data mapped.

@@ -1,0 +1,236 @@
+//! A request under way, as far as choosing and handing over its tokens goes.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::{Duration, Instant};
+
+use lapidary_model::Config;
+
+use crate::error::Result;
+use crate::guide::{Allowed, Guide, StopCause, Verdict};
+use crate::prompt::{Prompt, check_token};
+use crate::request::{EngineEvent, EngineRequest, EngineUsage, FailureKind, Sink};
+use crate::sampling::{Limits, Sampled, Sampler, SamplingError, TokenCounts, TokenMask};
+
+/// A request that has not ended.
+pub(crate) struct Active {
+    sink: Box<dyn Sink>,
+    guide: Option<Box<dyn Guide>>,
+    sampler: Sampler,
+    counts: TokenCounts,
+    stop_ids: Vec<u32>,
+    min_tokens: usize,
+    allowed: Next,
+    /// The mask that the guide gave, when `allowed` says so.
+    mask: TokenMask,
+    pub usage: EngineUsage,
+    pub submitted: Instant,
+    pub deadline: Option<Instant>,
+    pub started: bool,
+    /// Rows of the prompt that the sink knows of.
+    pub fed: usize,
+    pub last_token: Option<Instant>,
+    /// What the batch that was just run gave, until the scheduler has said what it means.
+    pub chosen: Option<Chosen>,
+}
+
+/// A token, and whether the guide ends the answer with it.
+pub(crate) struct Chosen {
+    pub sampled: Sampled,
+    pub stop: Option<StopCause>,
+}
+
+/// What the guide said of the next token.
+#[derive(Clone, Copy, PartialEq)]
+enum Next {
+    Free,
+    Masked,
+    Force(u32),
+}
+
+/// What a head row must be read for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Reads {
+    /// Nothing: the token is certain.
+    Nothing,
+    /// Its logits.
+    Logits,
+}
+
+impl Active {
+    /// Checks what the scheduler does not look at.
+    pub fn new(
+        config: &Config,
+        prompt: &Prompt,
+        request: EngineRequest,
+        submitted: Instant,
+    ) -> Result<Active> {
+        let EngineRequest { mut sampling, min_tokens, mut stop_ids, guide, sink, .. } = request;
+        if let Some(n) = request.logprobs {
+            sampling.logprobs = Some(u32::try_from(n).unwrap_or(u32::MAX));
+        }
+        for &token in &stop_ids {
+            if token as usize >= config.vocab {
+                let out = SamplingError::TokenOutOfRange { name: "stop_ids", token, vocab: config.vocab };
+                return Err(out.into());
+            }
+        }
+        if !request.ignore_eos {
+            stop_ids.extend(&config.eos);
+        }
+        let sampler = Sampler::new(sampling, config.vocab)?;
+        let mut counts = TokenCounts::new();
+        if sampler.params().penalises() {
+            prompt.tokens.iter().try_for_each(|&t| check_token(config, t))?;
+            counts.record_prompt(&prompt.tokens);
+        }
+        Ok(Active {
+            sink,
+            guide,
+            sampler,
+            counts,
+            stop_ids,
+            min_tokens,
+            allowed: Next::Free,
+            mask: TokenMask::default(),
+            usage: EngineUsage { prompt_tokens: prompt.tokens.len(), ..EngineUsage::default() },
+            submitted,
+            deadline: request.timeout.and_then(|t| submitted.checked_add(t)),
+            started: false,
+            fed: 0,
+            last_token: None,
+            chosen: None,
+        })
+    }
+
+    /// Tokens that end the answer.
+    pub fn stop_ids(&self) -> &[u32] {
+        &self.stop_ids
+    }
+
+    /// Asks the guide what the next token may be; its answer is kept until [`Active::choose`].
+    pub fn ask_guide(&mut self) -> Result<(), FailureKind> {
+        let Some(guide) = &mut self.guide else { return Ok(()) };
+        let mask = &mut self.mask;
+        let next = guarded(|| match guide.next() {
+            Ok(Allowed::Free) => Ok(Next::Free),
+            Ok(Allowed::Force(token)) => Ok(Next::Force(token)),
+            Ok(Allowed::Mask(given)) => {
+                mask.clone_from(given);
+                Ok(Next::Masked)
+            }
+            Err(error) => Err(FailureKind::Guide(error.0)),
+        })?;
+        self.allowed = next?;
+        Ok(())
+    }
+
+    /// What [`Active::choose`] will want to see.
+    pub fn reads(&self) -> Reads {
+        let params = self.sampler.params();
+        let certain = match self.allowed {
+            Next::Force(_) => params.logprobs.is_none(),
+            Next::Masked => false,
+            Next::Free => params.is_plain_greedy() && !self.too_early(),
+        };
+        if certain { Reads::Nothing } else { Reads::Logits }
+    }
+
+    /// Chooses the token for `position` and tells the guide. `best` is the token with the largest logit; `logits`
+    /// are there when [`Active::reads`] asked for them.
+    pub fn choose(
+        &mut self,
+        logits: Option<&[f32]>,
+        best: u32,
+        position: usize,
+    ) -> Result<Chosen, FailureKind> {
+        guarded(|| {
+            let sampled = self.sample(logits, best, position)?;
+            let ends = self.stop_ids.contains(&sampled.token);
+            let mut stop = None;
+            if let Some(guide) = self.guide.as_mut().filter(|_| !ends) {
+                match guide.accept(sampled.token).map_err(|e| FailureKind::Guide(e.0))? {
+                    Verdict::Continue => {}
+                    Verdict::Stop(cause) => stop = Some(cause),
+                }
+            }
+            if !ends {
+                self.counts_token(sampled.token);
+            }
+            Ok(Chosen { sampled, stop })
+        })?
+    }
+
+    fn sample(&mut self, logits: Option<&[f32]>, best: u32, position: usize) -> Result<Sampled, FailureKind> {
+        let failed = |error: SamplingError| match error {
+            SamplingError::NonFiniteLogit { .. } => FailureKind::NonFinite { position: position - 1 },
+            other => FailureKind::Guide(other.to_string()),
+        };
+        let at = position as u64;
+        let Some(logits) = logits else {
+            let token = if let Next::Force(token) = self.allowed { token } else { best };
+            return Ok(Sampled { token, logprob: None, top: Vec::new() });
+        };
+        if let Next::Force(token) = self.allowed {
+            return self.sampler.report(logits, at, token).map_err(failed);
+        }
+        let mask = (self.allowed == Next::Masked).then_some(&self.mask);
+        let without: &[u32] = if self.too_early() { &self.stop_ids } else { &[] };
+        let chosen = self.sampler.sample_limited(logits, at, &self.counts, Limits { mask, without });
+        match chosen {
+            // A grammar that is complete allows nothing but the end.
+            Err(SamplingError::NothingLeft { .. }) if !without.is_empty() && mask.is_some() => {
+                let limits = Limits { mask, without: &[] };
+                self.sampler.sample_limited(logits, at, &self.counts, limits).map_err(failed)
+            }
+            other => other.map_err(failed),
+        }
+    }
+
+    fn counts_token(&mut self, token: u32) {
+        self.usage.answer_tokens += 1;
+        if self.sampler.params().penalises() {
+            self.counts.record(token);
+        }
+    }
+
+    /// Whether the answer may not end yet.
+    fn too_early(&self) -> bool {
+        self.usage.answer_tokens < self.min_tokens && !self.stop_ids.is_empty()
+    }
+
+    /// Hands an event over; whether anybody listens, or what the sink panicked with.
+    pub fn tell(&mut self, event: EngineEvent) -> Result<bool, FailureKind> {
+        guarded(|| self.sink.event(event))
+    }
+
+    /// Notes that a token was handed over at `now`; how long after submission, or after the token before.
+    pub fn token_at(&mut self, now: Instant) -> TokenTime {
+        let since_submission = now.saturating_duration_since(self.submitted);
+        match self.last_token.replace(now) {
+            Some(before) => TokenTime::After(now.saturating_duration_since(before)),
+            None => {
+                self.usage.first_token = Some(since_submission);
+                TokenTime::First(since_submission)
+            }
+        }
+    }
+}
+
+/// How long a token took.
+pub(crate) enum TokenTime {
+    First(Duration),
+    After(Duration),
+}
+
+/// Runs what belongs to one request and turns a panic into its failure.
+///
+/// Nothing of the engine's own is changed half-way: what unwinds is the request's, and it ends.
+pub(crate) fn guarded<T>(run: impl FnOnce() -> T) -> Result<T, FailureKind> {
+    catch_unwind(AssertUnwindSafe(run)).map_err(|panic| FailureKind::Panicked(message(&*panic)))
+}
+
+/// What a panic said.
+pub(crate) fn message(panic: &(dyn std::any::Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(|s| (*s).to_owned());
+    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".to_owned())
+}

@@ -1,0 +1,162 @@
+//! What is asked of an engine, and what it tells while it answers.
+
+use std::fmt;
+use std::time::Duration;
+
+use crate::guide::{Guide, StopCause};
+use crate::prompt::Prompt;
+use crate::sampling::{Sampled, SamplingParams};
+
+/// What a caller asks of an [`Engine`](crate::Engine).
+pub struct EngineRequest {
+    /// What comes before the answer.
+    pub prompt: Prompt,
+    /// How tokens are chosen; [`EngineRequest::logprobs`] stands in for its `logprobs` when given.
+    pub sampling: SamplingParams,
+    /// Most tokens of the answer, at least 1; the context's end limits it too.
+    pub max_tokens: usize,
+    /// No token that would end the answer is chosen before it has so many, unless a guide allows no other.
+    pub min_tokens: usize,
+    /// Tokens that end the answer and are not part of it, beside the model's own end tokens.
+    pub stop_ids: Vec<u32>,
+    /// The model's own end tokens (`Config::eos`) do not end the answer; `stop_ids` still do.
+    pub ignore_eos: bool,
+    /// `Some(n)` reports the chosen token's logprob and the `n` best tokens', in the model's own softcapped
+    /// distribution: before masks, bias, penalties, temperature and filters.
+    pub logprobs: Option<usize>,
+    /// Higher goes first.
+    pub priority: i8,
+    /// The request ends this long after it was submitted.
+    pub timeout: Option<Duration>,
+    /// Steers the tokens.
+    pub guide: Option<Box<dyn Guide>>,
+    /// Where events go.
+    pub sink: Box<dyn Sink>,
+}
+
+impl EngineRequest {
+    /// A greedy request of 256 tokens at most, without extras.
+    pub fn new(prompt: Prompt, sink: Box<dyn Sink>) -> EngineRequest {
+        EngineRequest {
+            prompt,
+            sampling: SamplingParams::greedy(),
+            max_tokens: 256,
+            min_tokens: 0,
+            stop_ids: Vec::new(),
+            ignore_eos: false,
+            logprobs: None,
+            priority: 0,
+            timeout: None,
+            guide: None,
+            sink,
+        }
+    }
+}
+
+impl fmt::Debug for EngineRequest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("EngineRequest")
+            .field("prompt_tokens", &self.prompt.tokens.len())
+            .field("max_tokens", &self.max_tokens)
+            .field("guided", &self.guide.is_some())
+            .finish_non_exhaustive()
+    }
+}
+
+/// Where events go. Called on the engine's thread: it must not block. One that panics loses its request.
+pub trait Sink: Send {
+    /// Takes an event; `false` when nobody listens any more, which cancels the request.
+    fn event(&mut self, event: EngineEvent) -> bool;
+}
+
+impl<F: FnMut(EngineEvent) -> bool + Send> Sink for F {
+    fn event(&mut self, event: EngineEvent) -> bool {
+        self(event)
+    }
+}
+
+/// What happens to a request.
+#[derive(Clone, Debug, PartialEq)]
+pub enum EngineEvent {
+    /// Its first rows are about to run. A request that ends while it waits has no such event.
+    Started {
+        /// Tokens of the prompt.
+        prompt_tokens: usize,
+        /// How many of them need not run, since their keys and values were kept from earlier requests.
+        cached_tokens: usize,
+    },
+    /// A batch with rows of its prompt is done.
+    Progress {
+        /// Rows of the prompt that have keys and values.
+        fed: usize,
+    },
+    /// A token of the answer.
+    Token(Sampled),
+    /// The end, exactly once, and last.
+    Finished {
+        /// Why.
+        reason: EngineFinish,
+        /// Counts and times.
+        usage: EngineUsage,
+    },
+}
+
+/// Why a request ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum EngineFinish {
+    /// This stop token was chosen.
+    Stop(u32),
+    /// The guide ended it.
+    Guide(StopCause),
+    /// `max_tokens` were given.
+    Length,
+    /// The context is full.
+    ContextFull,
+    /// Its ticket was cancelled, or its sink wanted no more.
+    Cancelled,
+    /// Its time was up.
+    TimedOut,
+    /// It could not go on.
+    Failed(FailureKind),
+}
+
+/// What a request failed by.
+#[non_exhaustive]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum FailureKind {
+    /// Its logits were not finite.
+    #[error("logits at position {position} are not finite")]
+    NonFinite {
+        /// Of the row whose logits they are.
+        position: usize,
+    },
+    /// Its guide could not go on, or allowed nothing.
+    #[error("the guide of this request stopped: {0}")]
+    Guide(String),
+    /// A panic while it was served.
+    #[error("a panic ended this request: {0}")]
+    Panicked(String),
+    /// The device failed on it, alone.
+    #[error("the device failed on this request: {0}")]
+    Device(String),
+    /// The engine was shut down.
+    #[error("the engine is shutting down")]
+    ShuttingDown,
+}
+
+/// Counts and times of a request.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct EngineUsage {
+    /// Tokens of the prompt.
+    pub prompt_tokens: usize,
+    /// How many of them were not run because their keys and values were kept.
+    pub cached_tokens: usize,
+    /// Tokens that were generated; a stop token is not counted.
+    pub answer_tokens: usize,
+    /// From submission until its first rows were planned.
+    pub waited: Duration,
+    /// From submission to the first token, once there is one.
+    pub first_token: Option<Duration>,
+    /// From submission to the end.
+    pub total: Duration,
+}
