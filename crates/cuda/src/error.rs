@@ -23,6 +23,8 @@ pub enum Error {
     Driver { call: &'static str, name: String, text: String },
     #[error("there is no kernel {family}::{entry} in this build")]
     NoKernel { family: String, entry: String },
+    #[error("{kernel} does not take this: {what}")]
+    Shape { kernel: &'static str, what: String },
 }
 
 /// Result of a driver call.

@@ -42,6 +42,8 @@ pub mod driver;
 #[cfg(feature = "cuda")]
 mod error;
 #[cfg(feature = "cuda")]
+mod fast;
+#[cfg(feature = "cuda")]
 pub mod footprint;
 #[cfg(feature = "cuda")]
 mod graphs;
@@ -55,6 +57,7 @@ pub mod launch;
 mod matrix;
 #[cfg(feature = "cuda")]
 mod ops;
+pub mod pack;
 #[cfg(feature = "cuda")]
 mod upload;
 #[cfg(feature = "cuda")]

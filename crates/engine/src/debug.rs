@@ -1,7 +1,7 @@
 //! Looking inside: logits, captured activations, and single sublayers.
 
 use lapidary_model::Model;
-use lapidary_ops::{BatchShape, Ops, RowSpan, TailRows, Tap, TapPoint};
+use lapidary_ops::{BatchShape, Ops, Phase, RowSpan, TailRows, Tap, TapPoint};
 
 use crate::error::{Error, Result};
 use crate::stepper::Stepper;
@@ -69,6 +69,17 @@ impl Stepper {
     pub fn tap(&self, point: TapPoint) -> Result<&Tap> {
         let found = self.outcome.taps.iter().find(|t| t.point == point);
         found.ok_or_else(|| Error::NotCaptured { what: format!("{point:?}") })
+    }
+
+    /// Microseconds that each phase of the last pass took on the device; empty where the device was not asked to
+    /// measure, or does not.
+    pub fn phases(&self) -> &[(Phase, f64)] {
+        &self.outcome.phases
+    }
+
+    /// Bytes of weights that the last pass read; 0 where the device does not count them.
+    pub fn weight_bytes(&self) -> u64 {
+        self.outcome.weight_bytes
     }
 
     /// Runs the attention sublayer of `layer` on the residual row `x` at `position` of the single sequence, and

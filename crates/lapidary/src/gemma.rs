@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use lapidary_engine::generate::{Generation, Request};
 use lapidary_engine::{Prompt, Runner, Stepper};
 use lapidary_model::{BuildOptions, Config, Family, Limits, Model, Progress};
-use lapidary_ops::{Backend, SteerSet};
+use lapidary_ops::SteerSet;
 use lapidary_text::{
     Builtin, ChatInput, ChatTemplate, OutputOptions, OutputParser, Specials, StreamDecoder, Tokenizer, Tools,
 };

@@ -5,8 +5,12 @@
 //! sizes given, until the work is done.
 
 pub mod attention;
+pub mod attn_decode;
+pub mod bandwidth;
 pub mod heads;
 pub mod probe;
+pub mod producers;
 pub mod product;
 pub mod route;
 pub mod rows;
+pub mod skinny_gemm;

@@ -5,9 +5,13 @@
 //! not be the one that runs it.
 #![cfg(feature = "cuda")]
 
+mod attn_decode;
+mod lab;
 mod ops;
 mod pair;
 mod probe;
+mod producers;
+mod skinny_gemm;
 
 use std::sync::Arc;
 

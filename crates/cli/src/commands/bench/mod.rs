@@ -1,5 +1,7 @@
 //! `lapidary bench`
 
+mod gpu;
+
 use std::collections::BTreeMap;
 use std::io::{Write, stdout};
 use std::time::Instant;
@@ -53,6 +55,15 @@ pub struct Args {
     pub compute: ComputeFlag,
     #[command(flatten)]
     pub device: DeviceArgs,
+    /// Sequences that are decoded together on a GPU, separated by commas
+    #[arg(long, value_name = "N", value_delimiter = ',', default_value = "1", value_parser = clap::value_parser!(u32).range(1..=256))]
+    pub batch: Vec<u32>,
+    /// Measure a model of real shapes and random weights that are made on the GPU, such as 31b:fp8
+    #[arg(long, value_name = "SIZE:FORMAT", conflicts_with = "model")]
+    pub synthetic: Option<gpu::Synthetic>,
+    /// Measure the time of each phase on the GPU
+    #[arg(long)]
+    pub profile: bool,
     /// Print JSON
     #[arg(long)]
     pub json: bool,
@@ -90,6 +101,14 @@ impl Test {
 }
 
 pub fn run(args: &Args) -> anyhow::Result<()> {
+    if matches!(args.device.device, lapidary::Device::Cuda { .. }) {
+        return gpu::run(args);
+    }
+    if args.synthetic.is_some() {
+        anyhow::bail!(
+            "--synthetic makes its weights on a GPU: add --device cuda; `lapidary synth` writes a file for the processor"
+        );
+    }
     let checkpoint = source::open(&args.model)?;
     let config = Config::from_checkpoint(&checkpoint)?;
     let prompts = args.prompt.iter().filter(|&&n| n > 0).map(|&n| Work::Prompt(n as usize));
