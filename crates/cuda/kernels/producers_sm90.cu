@@ -38,26 +38,22 @@ struct ResidualArgs {
 __device__ __forceinline__ float4 add4(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
 __device__ __forceinline__ float dot4(float4 a) { return a.x * a.x + a.y * a.y + a.z * a.z + a.w * a.w; }
 __device__ __forceinline__ float4 scale4(float4 a, float s, float4 g) { return make_float4(a.x * s * g.x, a.y * s * g.y, a.z * s * g.z, a.w * s * g.w); }
-// Sums of N values over the block, the same bits in every thread.
+// Sums of N values over the block, the same bits in every thread; `red` is used by no other call.
 template <int N> __device__ __forceinline__ void block_sums(float (&s)[N], float* red) {
-  const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = blockDim.x >> 5;
 #pragma unroll
   for (int i = 0; i < N; i++) s[i] = warp_sum(s[i]);
-  if ((threadIdx.x & 31) == 0)
+  if (lane == 0)
 #pragma unroll
     for (int i = 0; i < N; i++) red[i * 32 + warp] = s[i];
   __syncthreads();
 #pragma unroll
-  for (int i = 0; i < N; i++) {
-    s[i] = 0;
-    for (int w = 0; w < warps; w++) s[i] += red[i * 32 + w];
-  }
-  __syncthreads();
+  for (int i = 0; i < N; i++) s[i] = warp_sum(lane < warps ? red[i * 32 + lane] : 0.f);
 }
 
 constexpr int RV = 2, RESIDUAL_THREADS = 704;  // float4 a thread: width <= 8 * threads
 extern "C" __global__ void __launch_bounds__(RESIDUAL_THREADS) residual(const __grid_constant__ ResidualArgs a) {
-  __shared__ float red[64];
+  __shared__ float red[4 * 32];
   pdl_launch();
   const int r = blockIdx.x, n4 = a.width / 4;
   float4 gy[RV], gz[RV], gp[RV], go[3][RV];
@@ -76,9 +72,11 @@ extern "C" __global__ void __launch_bounds__(RESIDUAL_THREADS) residual(const __
 #pragma unroll
   for (int j = 0; j < RV; j++) v[j] = x[j] = z[j] = make_float4(0, 0, 0, 0);
   auto planes = [&](const Branch& b, int i) {
-    float4 s = *(const float4*)(b.p + (size_t)r * b.ld + 4 * i);
-    for (int p = 1; p < b.planes; p++) s = add4(s, *(const float4*)(b.p + p * b.plane_stride + (size_t)r * b.ld + 4 * i));
-    return s;
+    float4 s[3];  // all on their way before the first is added
+    const float* at = b.p + (size_t)r * b.ld + 4 * i;
+#pragma unroll
+    for (int p = 0; p < 3; p++) s[p] = p < b.planes ? *(const float4*)(at + p * b.plane_stride) : make_float4(0, 0, 0, 0);
+    return add4(add4(s[0], s[1]), s[2]);
   };
   each([&](int j, int i) {
     x[j] = *(const float4*)(a.x + (size_t)r * a.ld_x + 4 * i);
@@ -90,13 +88,13 @@ extern "C" __global__ void __launch_bounds__(RESIDUAL_THREADS) residual(const __
     if (a.z.planes) {
       float s[2] = {};
       each([&](int j, int) { s[0] += dot4(v[j]); s[1] += dot4(z[j]); });
-      block_sums(s, red);
+      block_sums(s, red);  // 0 and 1
       const float fy = 1.f / sqrtf(s[0] * inv + a.eps), fz = 1.f / sqrtf(s[1] * inv + a.eps);
       each([&](int j, int) { v[j] = add4(scale4(v[j], fy, gy[j]), scale4(z[j], fz, gz[j])); });
     }
     float s[1] = {};
     each([&](int j, int) { s[0] += dot4(v[j]); });
-    block_sums(s, red);
+    block_sums(s, red + 64);
     const float f = 1.f / sqrtf(s[0] * inv + a.eps);
     each([&](int j, int i) {
       const float4 w = add4(x[j], scale4(v[j], f, gp[j]));
@@ -106,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(RESIDUAL_THREADS) residual(const __
   }
   float s[1] = {};
   each([&](int j, int) { s[0] += dot4(x[j]); });
-  block_sums(s, red);
+  block_sums(s, red + 96);
   const float f = 1.f / sqrtf(s[0] * inv + a.eps);
 #pragma unroll
   for (int o = 0; o < 3; o++) {
@@ -213,7 +211,7 @@ FINISH(finish_512_fp8, 512, true)
 // ---- router ----
 // logits[r][e] = W_e x_r in float32; p = softmax; the top_k largest (ties: the lower id) in descending order, their weights divided by their sum,
 // times the expert's scale; and the list of distinct experts, ids ascending, that the expert kernels read. One cluster of 8 blocks, a
-// sixteenth of 128 experts each; logits meet in the first block's shared memory.
+// sixteen experts each, whose weights are copied to shared memory before the kernel before has ended; logits meet in the first block's shared memory.
 // Mirrored by RouterArgs in src/kernels/producers.rs.
 struct RouterArgs {
   const void* w;               // [experts][width]
@@ -225,53 +223,68 @@ struct RouterArgs {
   float* group_weight;         // [group][16]
   int w_bf16, width, ld_x, rows, experts, top_k;
 };
-constexpr int MAX_EXPERTS = 128, MAX_ROWS = 16;
+constexpr int MAX_EXPERTS = 128, MAX_ROWS = 16, PER_BLOCK = 16;
+// RG rows at a time: the 16 experts' products of this thread's inputs, then over the warp; lane 0 leaves them for the block's sum.
+template <int RG> __device__ __forceinline__ void router_rows(const RouterArgs& a, const uint8_t* w, float* red, int r0) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  float acc[PER_BLOCK][RG] = {};
+  for (int k = 4 * threadIdx.x; k < a.width; k += 1024) {
+    float4 x[RG];
+#pragma unroll
+    for (int r = 0; r < RG; r++) x[r] = r0 + r < a.rows ? *(const float4*)(a.x + (size_t)(r0 + r) * a.ld_x + k) : make_float4(0, 0, 0, 0);
+#pragma unroll
+    for (int e = 0; e < PER_BLOCK; e++) {
+      float4 v;
+      if (a.w_bf16) {
+        const uint2 u = *(const uint2*)((const bf16*)w + e * a.width + k);
+        v = make_float4(__uint_as_float(u.x << 16), __uint_as_float(u.x & 0xffff0000u), __uint_as_float(u.y << 16), __uint_as_float(u.y & 0xffff0000u));
+      } else v = *(const float4*)((const float*)w + e * a.width + k);
+#pragma unroll
+      for (int r = 0; r < RG; r++) acc[e][r] += v.x * x[r].x + v.y * x[r].y + v.z * x[r].z + v.w * x[r].w;
+    }
+  }
+#pragma unroll
+  for (int e = 0; e < PER_BLOCK; e++)
+#pragma unroll
+    for (int r = 0; r < RG; r++) {
+      const float s = warp_sum(acc[e][r]);
+      if (lane == 0) red[(warp * PER_BLOCK + e) * 4 + r] = s;
+    }
+}
 extern "C" __global__ void __launch_bounds__(256) __cluster_dims__(8, 1, 1) router(const __grid_constant__ RouterArgs a) {
   __shared__ float logits[MAX_ROWS][MAX_EXPERTS];
   __shared__ float weight[MAX_EXPERTS][MAX_ROWS];
+  __shared__ float red[2][8 * PER_BLOCK * 4];
+  __shared__ uint64_t full;
+  extern __shared__ __align__(128) uint8_t w[];  // this block's experts
   cg::cluster_group cl = cg::this_cluster();
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, rank = cl.block_rank();
-  pdl_launch();
-  const int e0 = rank * 16 + warp * 2, ws = a.w_bf16 ? 2 : 4;
-  {  // the block's weights on their way before the kernel before has ended
-    const char* from = (const char*)a.w + (size_t)rank * 16 * a.width * ws;
-    const size_t bytes = (size_t)max(0, min(16, a.experts - rank * 16)) * a.width * ws;
-    for (size_t i = (size_t)threadIdx.x * 128; i < bytes; i += 256 * 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(from + i));
+  const int e0 = rank * PER_BLOCK, mine = max(0, min(PER_BLOCK, a.experts - e0)), row_bytes = a.width * (a.w_bf16 ? 2 : 4);
+  if (threadIdx.x == 0) {
+    mbar_init(&full, 1);
+    fence_barrier_init();
+    fence_proxy_async();
+    if (mine) mbar_expect(&full, mine * row_bytes);
+    for (int e = 0; e < mine; e++) bulk_load(w + e * row_bytes, (const uint8_t*)a.w + (size_t)(e0 + e) * row_bytes, row_bytes, &full);
   }
-  cl.sync();  // every block of the cluster runs
+  pdl_launch();
+  cl.sync();  // every block of the cluster runs, and the barrier is there
   pdl_wait();
-  float acc[2][MAX_ROWS] = {};
-  if (e0 < a.experts) {
-    const bool second = e0 + 1 < a.experts;
-    for (int k = 4 * lane; k < a.width; k += 128) {
-      float4 w[2];
-#pragma unroll
-      for (int j = 0; j < 2; j++) {
-        const size_t at = (size_t)(e0 + (second ? j : 0)) * a.width + k;
-        if (a.w_bf16) {
-          const uint2 u = *(const uint2*)((const bf16*)a.w + at);
-          w[j] = make_float4(__uint_as_float(u.x << 16), __uint_as_float(u.x & 0xffff0000u), __uint_as_float(u.y << 16), __uint_as_float(u.y & 0xffff0000u));
-        } else w[j] = *(const float4*)((const float*)a.w + at);
-      }
-#pragma unroll
-      for (int r = 0; r < MAX_ROWS; r++) {
-        if (r >= a.rows) break;
-        const float4 x = *(const float4*)(a.x + (size_t)r * a.ld_x + k);
-#pragma unroll
-        for (int j = 0; j < 2; j++) acc[j][r] += w[j].x * x.x + w[j].y * x.y + w[j].z * x.z + w[j].w * x.w;
-      }
-    }
+  if (mine) {
+    mbar_wait(&full, 0);
     float* there = cl.map_shared_rank(&logits[0][0], 0);
+    int turn = 0;
+    for (int r0 = 0; r0 < a.rows; r0 += a.rows == 1 ? 1 : 4, turn ^= 1) {
+      if (a.rows == 1) router_rows<1>(a, w, red[0], 0);
+      else router_rows<4>(a, w, red[turn], r0);
+      __syncthreads();
+      const int e = threadIdx.x >> 2, r = threadIdx.x & 3;
+      if (e < mine && r0 + r < a.rows && (a.rows > 1 || r == 0)) {
+        float s = 0;
 #pragma unroll
-    for (int r = 0; r < MAX_ROWS; r++) {
-      if (r >= a.rows) break;
-#pragma unroll
-      for (int j = 0; j < 2; j++) {
-        const float s = warp_sum(acc[j][r]);
-        if (lane == 0 && e0 + j < a.experts) {
-          there[r * MAX_EXPERTS + e0 + j] = s;
-          a.logits[(size_t)r * a.experts + e0 + j] = s;
-        }
+        for (int i = 0; i < 8; i++) s += red[turn][(i * PER_BLOCK + e) * 4 + r];
+        there[(r0 + r) * MAX_EXPERTS + e0 + e] = s;
+        a.logits[(size_t)(r0 + r) * a.experts + e0 + e] = s;
       }
     }
   }

@@ -33,9 +33,11 @@ pub(crate) enum Piece {
     Attention,
     /// Router logits and routes without gaps.
     Routes,
+    /// By expert: which rows chose it.
+    Lists,
 }
 
-const PIECES: usize = 11;
+const PIECES: usize = 12;
 
 /// All pieces.
 #[derive(Debug)]

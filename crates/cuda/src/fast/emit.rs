@@ -8,10 +8,13 @@ use super::fuse::{Residual, Step, fuse};
 use super::{Recorder, Verb};
 use crate::driver::DevPtr;
 use crate::kernels::attn_decode::{self, AttnDecode, KvColumns, PageShape};
+use crate::kernels::attn_prefill;
+use crate::kernels::gemm_prefill::{self, Combine, Grouped, Lists};
 use crate::kernels::producers::{self, Argmax, Branch, Finish, NormOut, Router};
 use crate::kernels::skinny_gemm::{
     self, Chosen, ExpertsDown, ExpertsUp, Gate, Linear, MAX_PLANES, MAX_ROWS, Output, Weights,
 };
+use crate::matrix::Matrix;
 use crate::ops::CudaOps;
 use crate::workspace::Piece;
 
@@ -79,7 +82,7 @@ impl CudaOps<'_> {
                 }
             }
             &Step::Router { routes, logits, x, w, spec } => {
-                if self.routes_fast(x, w, &spec) {
+                if self.routes_fast(x, w, &spec) && packed_experts(later, routes, &self.on.mats) {
                     self.verb(|s| s.router(routes, logits, x, w, &spec));
                 } else {
                     self.verb(|s| s.fast_linear(logits, x, w, 1));
@@ -88,8 +91,7 @@ impl CudaOps<'_> {
                 }
             }
             &Step::Experts { out, x, routes, spec } => {
-                let packed = |m: Mat| self.on.mats[m.0 as usize].packed.is_some();
-                if self.routed && packed(spec.gate_up) && packed(spec.down) {
+                if self.routed {
                     let planes = self.planes_for(out, later);
                     self.verb(|s| s.fast_experts(out, x, &spec, planes));
                 } else {
@@ -258,21 +260,37 @@ impl CudaOps<'_> {
             && self.one_run(w).is_some_and(|w| w.shape.rows.is_multiple_of(32))
     }
 
-    /// Sixteen rows at a time: first row and number.
+    /// Queues a product of all rows by the kernel that their number asks for.
+    ///
+    /// # Safety
+    /// As [`skinny_gemm::linear`].
+    unsafe fn multiply(&self, call: &Linear) -> Result<()> {
+        // SAFETY: the caller's.
+        unsafe {
+            if self.rows <= MAX_ROWS {
+                skinny_gemm::linear(self.on.queue(), call)?;
+            } else {
+                gemm_prefill::linear(self.on.queue(), call)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Sixteen rows at a time, as the router takes them: first row and number.
     fn tiles(&self) -> impl Iterator<Item = (usize, usize)> + use<> {
         let rows = self.rows;
         (0..rows).step_by(MAX_ROWS).map(move |r| (r, MAX_ROWS.min(rows - r)))
     }
 
-    /// One product of `rows` rows from row `first` on.
-    fn call(&self, out: Act, x: Act, weights: Weights, first: usize, rows: usize) -> Linear {
+    /// A product of all rows.
+    fn call(&self, out: Act, x: Act, weights: Weights) -> Linear {
         let (o, v) = (self.act(out), self.act(x));
         Linear {
             weights,
-            x: v.ptr.at(first * v.stride as usize * 2),
+            x: v.ptr,
             x_stride: v.stride as usize,
-            rows,
-            out: o.ptr.at(first * o.stride as usize * if o.bf16 == 1 { 2 } else { 4 }),
+            rows: self.rows,
+            out: o.ptr,
             out_stride: o.stride as usize,
             output: Output::F32 { softcap: 0.0 },
             most_planes: 1,
@@ -295,7 +313,7 @@ impl CudaOps<'_> {
                     out: room.ptr,
                     out_stride: room.stride,
                     most_planes,
-                    ..self.call(out, x, weights, 0, self.rows)
+                    ..self.call(out, x, weights)
                 };
                 // SAFETY: widths agree, and there is room for as many planes.
                 let count = unsafe { skinny_gemm::linear(self.on.queue(), &call)? };
@@ -305,13 +323,11 @@ impl CudaOps<'_> {
             }
         }
         let runs = self.on.mats[w.0 as usize].packed.as_ref().map_or(Vec::new(), |p| p.runs.clone());
-        for (first, rows) in self.tiles() {
-            for &(first_out, weights) in &runs {
-                let call = self.call(out, x, weights, first, rows);
-                let call = Linear { out: call.out.at(first_out * 4), ..call };
-                // SAFETY: widths agree, and a run's outputs lie inside the row.
-                unsafe { skinny_gemm::linear(self.on.queue(), &call)? };
-            }
+        for (first_out, weights) in runs {
+            let call = self.call(out, x, weights);
+            let call = Linear { out: call.out.at(first_out * 4), ..call };
+            // SAFETY: widths agree, and a run's outputs lie inside the row.
+            unsafe { self.multiply(&call)? };
         }
         Ok(())
     }
@@ -322,13 +338,9 @@ impl CudaOps<'_> {
         let o = self.act(out);
         crate::ops::same("gated_linear", 2 * o.width, weights.shape.rows as i32)?;
         crate::ops::same("gated_linear", self.act(x).width, weights.shape.cols as i32)?;
-        for (first, rows) in self.tiles() {
-            let output = Output::Gated(gate(f));
-            let call = Linear { output, ..self.call(out, x, weights, first, rows) };
-            // SAFETY: widths agree.
-            unsafe { skinny_gemm::linear(self.on.queue(), &call)? };
-        }
-        Ok(())
+        let call = Linear { output: Output::Gated(gate(f)), ..self.call(out, x, weights) };
+        // SAFETY: widths agree.
+        unsafe { self.multiply(&call) }
     }
 
     fn gate_times(
@@ -347,15 +359,11 @@ impl CudaOps<'_> {
         if (layer + 1) * width > all.width as usize {
             return Err(Error::Device(format!("per_layer_gate: no inputs of layer {layer}")));
         }
-        for (first, rows) in self.tiles() {
-            let stride = all.stride as usize;
-            let times = all.ptr.at((first * stride + layer * width) * 4);
-            let output = Output::GateTimes { gate: gate(f), times, stride };
-            let call = Linear { output, ..self.call(out, x, weights, first, rows) };
-            // SAFETY: widths agree.
-            unsafe { skinny_gemm::linear(self.on.queue(), &call)? };
-        }
-        Ok(())
+        let (times, stride) = (all.ptr.at(layer * width * 4), all.stride as usize);
+        let output = Output::GateTimes { gate: gate(f), times, stride };
+        let call = Linear { output, ..self.call(out, x, weights) };
+        // SAFETY: widths agree.
+        unsafe { self.multiply(&call) }
     }
 
     fn fast_logits(&mut self, out: Act, x: Act, head: Mat, softcap: Option<f32>) -> Result<()> {
@@ -365,14 +373,12 @@ impl CudaOps<'_> {
         }
         self.same_widths(out, x, head)?;
         let runs = self.on.mats[head.0 as usize].packed.as_ref().map_or(Vec::new(), |p| p.runs.clone());
-        for (first, rows) in self.tiles() {
-            for &(first_out, weights) in &runs {
-                let output = Output::F32 { softcap: softcap.unwrap_or(0.0) };
-                let call = self.call(out, x, weights, first, rows);
-                let call = Linear { out: call.out.at(first_out * 4), output, ..call };
-                // SAFETY: widths agree, and a run's outputs lie inside the row.
-                unsafe { skinny_gemm::linear(self.on.queue(), &call)? };
-            }
+        for (first_out, weights) in runs {
+            let output = Output::F32 { softcap: softcap.unwrap_or(0.0) };
+            let call = self.call(out, x, weights);
+            let call = Linear { out: call.out.at(first_out * 4), output, ..call };
+            // SAFETY: widths agree, and a run's outputs lie inside the row.
+            unsafe { self.multiply(&call)? };
         }
         Ok(())
     }
@@ -479,46 +485,66 @@ impl CudaOps<'_> {
             return Err(Error::Device("attention into a float32 buffer in the fast mode".into()));
         }
         let pages = PageShape { kv_heads: spec.kv_heads, head_dim: d, fp8: false };
+        if spec.softcap.is_some() {
+            let what = "a cap on attention scores in the fast mode".into();
+            return Err(Error::Unsupported { device: "cuda".into(), what });
+        }
         let sms = self.multiprocessors();
         let most = self.on.acts[out.0 as usize].spec.max_rows.min(ATTENTION_ROWS);
         let bytes = attn_decode::workspace_bytes(most, spec.heads, pages, sms);
         let workspace = self.on.workspace.get(Piece::Attention, &self.on.stream, bytes)?;
         let q = self.queries(spec.heads * d)?;
         let (columns, group) = (self.on.upload.columns, spec.cache.group.index());
+        let call = AttnDecode {
+            heads: spec.heads,
+            pages,
+            pool: pool.ptr,
+            q,
+            q_stride: spec.heads * d,
+            out: o.ptr,
+            out_stride: o.stride as usize,
+            columns: KvColumns {
+                positions: columns.positions,
+                visible_to: columns.visible_to[group],
+                table: columns.table[group],
+                pages: columns.pages[group],
+                map: self.map(),
+            },
+            rows: self.rows,
+            batch_rows: self.on.upload.batch.tokens.len(),
+            window: spec.window,
+            scale: spec.scale,
+            v_scale: 1.0,
+            workspace,
+        };
+        // Rows of one sequence share its pages; a batch of single tokens has nothing to share.
+        let sequences = self.on.upload.batch.spans.len();
+        if self.map() == DevPtr::NULL && self.rows > MAX_ROWS && self.rows >= 2 * sequences {
+            // SAFETY: widths agree, and the uploaded tables lead to pages of the pools.
+            return unsafe { Ok(attn_prefill::attn_prefill(self.on.queue(), &call)?) };
+        }
         for first in (0..self.rows).step_by(ATTENTION_ROWS) {
             // Columns are by batch row, which is what the map leads to once rows were dropped.
-            let (skip, map) = match self.map() {
+            let (skip, map) = match call.columns.map {
                 DevPtr::NULL => (first * 4, DevPtr::NULL),
                 map => (0, map.at(first * 4)),
             };
-            let call = AttnDecode {
-                heads: spec.heads,
-                pages,
-                pool: pool.ptr,
+            let at = &call.columns;
+            let part = AttnDecode {
                 q: q.at(first * spec.heads * d * 2),
-                q_stride: spec.heads * d,
                 out: o.ptr.at(first * o.stride as usize * 2),
-                out_stride: o.stride as usize,
                 columns: KvColumns {
-                    positions: columns.positions.at(skip),
-                    visible_to: columns.visible_to[group].at(skip),
-                    table: columns.table[group].at(skip),
-                    pages: columns.pages[group],
+                    positions: at.positions.at(skip),
+                    visible_to: at.visible_to.at(skip),
+                    table: at.table.at(skip),
+                    pages: at.pages,
                     map,
                 },
                 rows: ATTENTION_ROWS.min(self.rows - first),
-                batch_rows: self.on.upload.batch.tokens.len(),
-                window: spec.window,
-                scale: spec.scale,
-                v_scale: 1.0,
-                workspace,
+                ..call
             };
-            if spec.softcap.is_some() {
-                let what = "a cap on attention scores in the fast mode".into();
-                return Err(Error::Unsupported { device: "cuda".into(), what });
-            }
             // SAFETY: widths agree, and the uploaded tables lead to pages of the pools.
-            unsafe { attn_decode::attn_decode(self.on.queue(), &call)? };
+            unsafe { attn_decode::attn_decode(self.on.queue(), &part)? };
         }
         Ok(())
     }
@@ -529,7 +555,7 @@ impl CudaOps<'_> {
             && self.act(x).bf16 == 0
             && spec.experts <= producers::MAX_EXPERTS
             && spec.top_k <= 32.min(spec.experts)
-            && width.is_multiple_of(4)
+            && width.is_multiple_of(8)
     }
 
     /// Where the choice of the tile of sixteen rows that begins at `first` is kept.
@@ -550,6 +576,11 @@ impl CudaOps<'_> {
         crate::ops::same("route", l.width, spec.experts as i32)?;
         crate::ops::same("route", r.width, 2 * spec.top_k as i32)?;
         let expert_scale = self.gain(spec.per_expert_scale, spec.experts)?;
+        let (e, k) = (spec.experts, 2 * spec.top_k);
+        // The kernel writes logits and routes without gaps; buffers have some, which one row does not see.
+        let alone = self.rows == 1;
+        let dense = self.dense_routes(spec.experts, spec.top_k)?;
+        let (logits_at, routes_at) = if alone { (l.ptr, r.ptr) } else { dense };
         for (first, rows) in self.tiles() {
             let chosen = self.chosen(first)?;
             let call = Router {
@@ -562,38 +593,36 @@ impl CudaOps<'_> {
                 experts: spec.experts,
                 top_k: spec.top_k,
                 expert_scale,
-                logits: l.ptr.at(first * l.stride as usize * 4),
-                routes: r.ptr.at(first * r.stride as usize * 4),
+                logits: logits_at.at(first * e * 4),
+                routes: routes_at.at(first * k * 4),
                 groups: chosen.groups,
                 group_weight: chosen.weights,
             };
-            if (l.stride as usize, r.stride as usize) != (spec.experts, 2 * spec.top_k) && rows > 1 {
-                self.router_rows(&call, l.stride as usize, r.stride as usize)?;
-                continue;
-            }
             // SAFETY: widths agree.
             unsafe { producers::router(self.on.queue(), &call)? };
+        }
+        if !alone && !self.on.upload.batch.taps.points.is_empty() {
+            for row in 0..self.rows {
+                let (to, from) = (r.ptr.at(row * r.stride as usize * 4), routes_at.at(row * k * 4));
+                // SAFETY: both hold the row.
+                unsafe { self.on.stream.copy(to, from, k * 4)? };
+            }
         }
         self.routed = true;
         Ok(())
     }
 
-    /// The router writes logits and routes without gaps; buffers have some. Experts read the list it makes, so for
-    /// them only taps are left without the rows in between, which are copied to where they belong.
-    fn router_rows(&mut self, call: &Router, logits_stride: usize, routes_stride: usize) -> Result<()> {
-        let (e, k) = (call.experts, 2 * call.top_k);
-        let bytes = MAX_ROWS * (e + k) * 4;
-        let room = self.on.workspace.get(Piece::Routes, &self.on.stream, bytes)?;
-        let dense = room.at(MAX_ROWS * e * 4);
-        // SAFETY: the piece holds sixteen rows of both; the copies stay inside the buffers' rows.
-        unsafe {
-            producers::router(self.on.queue(), &Router { logits: room, routes: dense, ..*call })?;
-            for r in 0..call.rows {
-                self.on.stream.copy(call.logits.at(r * logits_stride * 4), room.at(r * e * 4), e * 4)?;
-                self.on.stream.copy(call.routes.at(r * routes_stride * 4), dense.at(r * k * 4), k * 4)?;
-            }
-        }
-        Ok(())
+    /// Where logits and routes of all rows are without gaps.
+    fn dense_routes(&mut self, experts: usize, top_k: usize) -> Result<(DevPtr, DevPtr)> {
+        let most = self.most_rows();
+        let bytes = most * (experts + 2 * top_k) * 4;
+        let logits = self.on.workspace.get(Piece::Routes, &self.on.stream, bytes)?;
+        Ok((logits, logits.at(most * experts * 4)))
+    }
+
+    /// Rows that buffers have.
+    fn most_rows(&self) -> usize {
+        self.on.acts.iter().map(|a| a.spec.max_rows).max().unwrap_or(0)
     }
 
     fn fast_experts(&mut self, out: Act, x: Act, spec: &ExpertSpec, most_planes: usize) -> Result<()> {
@@ -609,42 +638,93 @@ impl CudaOps<'_> {
         let chosen = (self.rows * spec.top_k).min(spec.experts);
         self.left.weight_bytes += (both as u128 * chosen as u128 / spec.experts as u128) as u64;
         let stride = spec.width.next_multiple_of(8);
-        let hidden =
-            self.on.workspace.get(Piece::Experts, &self.on.stream, spec.experts * MAX_ROWS * stride * 2)?;
+        if self.rows > MAX_ROWS {
+            return self.grouped_experts(out, x, spec, (up, down), stride);
+        }
+        let bytes = spec.experts * MAX_ROWS * stride * 2;
+        let hidden = self.on.workspace.get(Piece::Experts, &self.on.stream, bytes)?;
         let room = if most_planes > 1 { Some(self.plane_room(out)?) } else { None };
-        for (first, rows) in self.tiles() {
-            let chosen = self.chosen(first)?;
-            let up = ExpertsUp {
-                weights: up,
-                chosen,
-                top_k: spec.top_k,
-                x: v.ptr.at(first * v.stride as usize * 2),
-                x_stride: v.stride as usize,
-                rows,
-                hidden,
-                hidden_stride: stride,
-                gate: gate(spec.activation),
-            };
-            let down = ExpertsDown {
-                weights: down,
-                chosen,
-                top_k: spec.top_k,
-                hidden,
-                hidden_stride: stride,
-                rows,
-                out: room.map_or(o.ptr.at(first * o.stride as usize * 4), |p| p.ptr),
-                out_stride: o.stride as usize,
-                most_planes,
-            };
-            // SAFETY: widths agree, and the hidden piece holds sixteen rows of every expert.
-            let count = unsafe {
-                skinny_gemm::experts_up(self.on.queue(), &up)?;
-                skinny_gemm::experts_down(self.on.queue(), &down)?
-            };
-            if let Some(room) = room {
-                self.planes.retain(|p| p.act != out);
-                self.planes.push(Planes { count, ..room });
-            }
+        let chosen = self.chosen(0)?;
+        let up = ExpertsUp {
+            weights: up,
+            chosen,
+            top_k: spec.top_k,
+            x: v.ptr,
+            x_stride: v.stride as usize,
+            rows: self.rows,
+            hidden,
+            hidden_stride: stride,
+            gate: gate(spec.activation),
+        };
+        let down = ExpertsDown {
+            weights: down,
+            chosen,
+            top_k: spec.top_k,
+            hidden,
+            hidden_stride: stride,
+            rows: self.rows,
+            out: room.map_or(o.ptr, |p| p.ptr),
+            out_stride: o.stride as usize,
+            most_planes,
+        };
+        // SAFETY: widths agree, and the hidden piece holds sixteen rows of every expert.
+        let count = unsafe {
+            skinny_gemm::experts_up(self.on.queue(), &up)?;
+            skinny_gemm::experts_down(self.on.queue(), &down)?
+        };
+        if let Some(room) = room {
+            self.planes.retain(|p| p.act != out);
+            self.planes.push(Planes { count, ..room });
+        }
+        Ok(())
+    }
+
+    /// Experts over all rows that chose them.
+    fn grouped_experts(
+        &mut self,
+        out: Act,
+        x: Act,
+        spec: &ExpertSpec,
+        (up, down): (Weights, Weights),
+        hidden_stride: usize,
+    ) -> Result<()> {
+        let (o, v, top_k, most) = (self.act(out), self.act(x), spec.top_k, self.most_rows());
+        let (_, routes) = self.dense_routes(spec.experts, top_k)?;
+        let (stream, workspace) = (&self.on.stream, &mut self.on.workspace);
+        let counts = workspace.get(Piece::Lists, stream, spec.experts * (1 + most) * 4)?;
+        let parts_stride = (o.width as usize).next_multiple_of(8);
+        let hidden_bytes = (most * top_k * hidden_stride * 2).next_multiple_of(256);
+        let bytes = hidden_bytes + most * top_k * parts_stride * 4;
+        let hidden = workspace.get(Piece::Experts, stream, bytes)?;
+        let parts = hidden.at(hidden_bytes);
+        let pairs = counts.at(spec.experts * 4);
+        let lists = Lists { counts, pairs, list_stride: most, experts: spec.experts, top_k };
+        let x_stride = v.stride as usize;
+        let up = Grouped { weights: up, lists, x: v.ptr, x_stride, out: hidden, out_stride: hidden_stride };
+        let down = Grouped {
+            weights: down,
+            lists,
+            x: hidden,
+            x_stride: hidden_stride,
+            out: parts,
+            out_stride: parts_stride,
+        };
+        let combine = Combine {
+            parts,
+            parts_stride,
+            out: o.ptr,
+            out_stride: o.stride as usize,
+            rows: self.rows,
+            top_k,
+            width: o.width as usize,
+        };
+        let queue = self.on.queue();
+        // SAFETY: widths agree, and the pieces hold the pairs of as many rows as buffers do.
+        unsafe {
+            gemm_prefill::sort_pairs(queue, routes, self.rows, &lists)?;
+            gemm_prefill::grouped_up(queue, &up, gate(spec.activation), routes)?;
+            gemm_prefill::grouped_down(queue, &down)?;
+            gemm_prefill::combine_pairs(queue, &combine)?;
         }
         Ok(())
     }
@@ -654,6 +734,18 @@ impl CudaOps<'_> {
         crate::ops::same("product", self.act(x).width, m.cols as i32)?;
         crate::ops::same("product", self.act(out).width, m.rows as i32)
     }
+}
+
+/// Whether the experts that follow by `routes` are packed, so that they read the list that the router's kernel makes.
+fn packed_experts(later: &[Step], routes: Act, mats: &[Matrix]) -> bool {
+    let packed = |m: Mat| mats[m.0 as usize].packed.is_some();
+    let both = |s: &Step| match s {
+        Step::Experts { routes: r, spec, .. } if *r == routes => {
+            Some(packed(spec.gate_up) && packed(spec.down))
+        }
+        _ => None,
+    };
+    later.iter().find_map(both).unwrap_or(false)
 }
 
 fn gate(f: Activation) -> Gate {

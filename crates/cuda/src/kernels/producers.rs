@@ -285,7 +285,7 @@ pub struct Router {
     pub x: DevPtr,
     /// Values from row to row of `x`.
     pub x_stride: usize,
-    /// Inputs, a multiple of 4.
+    /// Inputs, a multiple of 8.
     pub width: usize,
     /// Rows, 1 to 16.
     pub rows: usize,
@@ -360,7 +360,8 @@ pub unsafe fn router(queue: Queue<'_>, call: &Router) -> Result<()> {
         top_k: call.top_k as i32,
     };
     // The kernel states its cluster of 8 itself.
-    let shape = Shape::new(8, 256).dependent();
+    let shared = 16 * call.width * if call.weights_bf16 { 2 } else { 4 };
+    let shape = Shape::new(8, 256).shared(shared as u32).dependent();
     // SAFETY: the caller's; the shape is the kernel's own.
     unsafe { queue.launch(Kernel::new(FAMILY, "router"), shape, &args) }
 }
