@@ -15,7 +15,7 @@ use crate::graphs::{Graphs, Left, Plan};
 use crate::kernels::heads::{self, Cell};
 use crate::kv::KvPools;
 use crate::launch::Queue;
-use crate::matrix::{Matrix, Store};
+use crate::matrix::{Matrix, Store, Tied};
 use crate::ops::{CudaOps, Mode, check_ids};
 use crate::upload::Upload;
 use crate::workspace::Workspace;
@@ -137,6 +137,21 @@ impl CudaBackend {
     fn row_limit(&self, rows: ActRows) -> usize {
         let of_kind = self.acts.iter().filter(|a| a.spec.rows == rows);
         of_kind.map(|a| a.spec.max_rows).min().unwrap_or(usize::MAX)
+    }
+
+    fn pack_matrix(&mut self, parts: &[TensorView<'_>], group_rows: usize, tied: Tied) -> Result<Mat> {
+        self.context.bind()?;
+        let rows: usize = parts.iter().map(|p| p.rows).sum();
+        if let Some(first) = parts.first()
+            && (group_rows == 0 || !rows.is_multiple_of(group_rows))
+        {
+            let reason = format!("{rows} rows are not a whole number of groups of {group_rows}");
+            return Err(Error::Tensor { tensor: first.name.clone(), reason });
+        }
+        let mut store = Store { arena: &mut self.weights, stream: &self.stream };
+        let fast = self.packs.then_some(&mut self.tiles);
+        let matrix = Matrix::new(&mut store, parts, group_rows, tied, fast)?;
+        self.keep(matrix)
     }
 
     fn keep(&mut self, matrix: Matrix) -> Result<Mat> {
@@ -269,18 +284,11 @@ impl Backend for CudaBackend {
     }
 
     fn pack(&mut self, parts: &[TensorView<'_>], group_rows: usize) -> Result<Mat> {
-        self.context.bind()?;
-        let rows: usize = parts.iter().map(|p| p.rows).sum();
-        if let Some(first) = parts.first()
-            && (group_rows == 0 || !rows.is_multiple_of(group_rows))
-        {
-            let reason = format!("{rows} rows are not a whole number of groups of {group_rows}");
-            return Err(Error::Tensor { tensor: first.name.clone(), reason });
-        }
-        let mut store = Store { arena: &mut self.weights, stream: &self.stream };
-        let fast = self.packs.then_some(&mut self.tiles);
-        let matrix = Matrix::new(&mut store, parts, group_rows, fast)?;
-        self.keep(matrix)
+        self.pack_matrix(parts, group_rows, Tied::No)
+    }
+
+    fn pack_tied(&mut self, part: &TensorView<'_>) -> Result<Mat> {
+        self.pack_matrix(std::slice::from_ref(part), part.rows, Tied::Yes)
     }
 
     fn pack_rows(&mut self, part: &TensorView<'_>) -> Result<Mat> {

@@ -28,6 +28,13 @@ pub(crate) struct Matrix {
     pub bytes: usize,
 }
 
+/// Whether a matrix is looked up in as well as multiplied with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Tied {
+    Yes,
+    No,
+}
+
 /// Where weights go.
 pub(crate) struct Store<'a> {
     pub arena: &'a mut Arena,
@@ -36,7 +43,7 @@ pub(crate) struct Store<'a> {
 
 impl Matrix {
     /// Checks the parts and takes them over in the form that the mode wants: packed where `pack` says how and the
-    /// fast kernels take the shape, in the bytes of the file otherwise. Small matrices and vocabularies get both.
+    /// fast kernels take the shape, in the bytes of the file otherwise. Small matrices and tied vocabularies get both.
     ///
     /// # Errors
     /// `Tensor` for parts of unequal width and values that the format's rules forbid, `OutOfMemory`.
@@ -44,6 +51,7 @@ impl Matrix {
         store: &mut Store<'_>,
         parts: &[TensorView<'_>],
         group_rows: usize,
+        tied: Tied,
         fast: Option<&mut Option<Tiles>>,
     ) -> Result<Matrix> {
         let Some(random) = fast else { return Matrix::in_file_form(store, parts) };
@@ -55,11 +63,12 @@ impl Matrix {
             parts.iter().try_for_each(check)?;
         }
         let mut tiles = random;
-        let packed = PackOptions { arena: store.arena, stream: store.stream, random: tiles.as_deref_mut() }
-            .pack(parts, group_rows)?;
+        let packed =
+            PackOptions { arena: store.arena, stream: store.stream, random: tiles.as_deref_mut(), tied }
+                .pack(parts, group_rows)?;
         let (file, floats) = match (&packed, tiles) {
-            (Some(_), _) if !keeps_file_form(rows, group_rows) => (None, None),
-            (_, Some(tiles)) => (Some(Matrix::random_rows(store, tiles, rows, cols)?), None),
+            (Some(_), _) if !keeps_file_form(rows, group_rows, tied) => (None, None),
+            (_, Some(tiles)) => (Some(Matrix::random_rows(store, tiles, (rows, cols), tied)?), None),
             (_, None) if rows <= ROUTER_ROWS => {
                 let (file, floats) = Matrix::in_floats(store, parts)?;
                 (file, Some(floats))
@@ -75,7 +84,7 @@ impl Matrix {
         match random {
             None => Matrix::in_file_form(store, std::slice::from_ref(part)),
             Some(tiles) => {
-                let file = Some(Matrix::random_rows(store, tiles, part.rows, part.cols)?);
+                let file = Some(Matrix::random_rows(store, tiles, (part.rows, part.cols), Tied::No)?);
                 Ok(Matrix { rows: part.rows, cols: part.cols, file, floats: None, packed: None, bytes: 0 })
             }
         }
@@ -92,8 +101,13 @@ impl Matrix {
     }
 
     /// Random rows in the bytes of a file.
-    fn random_rows(store: &mut Store<'_>, tiles: &mut Tiles, rows: usize, cols: usize) -> Result<MatrixArgs> {
-        let tile = tiles.rows(rows, cols)?;
+    fn random_rows(
+        store: &mut Store<'_>,
+        tiles: &mut Tiles,
+        (rows, cols): (usize, usize),
+        tied: Tied,
+    ) -> Result<MatrixArgs> {
+        let tile = tiles.tile(cols, tied)?;
         let view = tile.view("tile");
         let many = |n: usize| n / view.rows * rows + n % view.rows * rows / view.rows;
         let mut fill = |bytes: &[u8]| -> Result<DevPtr> {

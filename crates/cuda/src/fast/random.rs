@@ -11,6 +11,7 @@ use lapidary_ops::{Error, Result};
 
 use crate::driver::{Arena, DevPtr, Stream};
 use crate::kernels::skinny_gemm::Weights;
+use crate::matrix::Tied;
 use crate::pack::{PackedShape, pack_strips};
 
 /// Rows that are drawn.
@@ -29,11 +30,11 @@ impl Tiles {
         Tiles { format, drawn: HashMap::new() }
     }
 
-    /// The format of a matrix of `rows` rows: the head of an NVFP4 model is FP8, as in published ones, and a format
-    /// whose blocks do not divide the width gives way as in converted files.
-    fn format_for(&self, rows: usize, cols: usize) -> Format {
+    /// The format of a matrix: the head of an NVFP4 model is FP8, as in published ones, and a format whose blocks do
+    /// not divide the width gives way as in converted files.
+    fn format_for(&self, cols: usize, tied: Tied) -> Format {
         let wanted = match self.format {
-            Format::Nvfp4 if rows >= 1 << 15 => Format::Fp8E4M3,
+            Format::Nvfp4 if tied == Tied::Yes => Format::Fp8E4M3,
             f => f,
         };
         match wanted {
@@ -44,8 +45,9 @@ impl Tiles {
         }
     }
 
-    fn tile(&mut self, rows: usize, cols: usize) -> Result<&Encoded> {
-        let format = self.format_for(rows, cols);
+    /// The rows that are repeated to fill a matrix of this width.
+    pub fn tile(&mut self, cols: usize, tied: Tied) -> Result<&Encoded> {
+        let format = self.format_for(cols, tied);
         let key = (format, cols);
         match self.drawn.entry(key) {
             Entry::Occupied(drawn) => Ok(drawn.into_mut()),
@@ -59,14 +61,20 @@ impl Tiles {
     }
 
     /// The shape that random values for `parts` are packed into.
-    pub fn shape(&mut self, rows: usize, cols: usize) -> Result<PackedShape> {
-        let view = self.tile(rows, cols)?.view("tile");
+    pub fn shape(&mut self, rows: usize, cols: usize, tied: Tied) -> Result<PackedShape> {
+        let view = self.tile(cols, tied)?.view("tile");
         Ok(PackedShape { rows, ..PackedShape::of(&view) })
     }
 
     /// A full matrix of random strips.
-    pub fn fill(&mut self, arena: &mut Arena, stream: &Stream, shape: PackedShape) -> Result<Weights> {
-        let view = self.tile(shape.rows, shape.cols)?.view("tile");
+    pub fn fill(
+        &mut self,
+        arena: &mut Arena,
+        stream: &Stream,
+        shape: PackedShape,
+        tied: Tied,
+    ) -> Result<Weights> {
+        let view = self.tile(shape.cols, tied)?.view("tile");
         let own = PackedShape::of(&view);
         let mut tile = vec![0; own.bytes()];
         pack_strips(&view, 0..own.strips(), &mut tile);
@@ -82,11 +90,6 @@ impl Tiles {
             }
         };
         Ok(Weights { shape, strips, row_scales })
-    }
-
-    /// Random rows that are repeated to fill a matrix of `rows` rows in the bytes of a file.
-    pub fn rows(&mut self, rows: usize, cols: usize) -> Result<&Encoded> {
-        self.tile(rows, cols)
     }
 }
 

@@ -6,6 +6,7 @@ use lapidary_ops::Result;
 use super::random::Tiles;
 use crate::driver::{Arena, DevPtr, Stream};
 use crate::kernels::skinny_gemm::Weights;
+use crate::matrix::Tied;
 use crate::pack::{PackedShape, pack_strips, row_scales, segments};
 
 /// A packed matrix: runs of outputs, each of one form.
@@ -33,6 +34,7 @@ pub(crate) struct PackOptions<'a> {
     pub stream: &'a Stream,
     /// Puts these in the place of the values.
     pub random: Option<&'a mut Tiles>,
+    pub tied: Tied,
 }
 
 /// Bytes packed at a time.
@@ -46,11 +48,11 @@ impl PackOptions<'_> {
         let stacked = group_rows != rows;
         let fits = |s: PackedShape| s.cols.is_multiple_of(8) && is_whole(s, stacked, group_rows);
         if let Some(tiles) = &mut self.random {
-            let shape = tiles.shape(rows, parts[0].cols)?;
+            let shape = tiles.shape(rows, parts[0].cols, self.tied)?;
             if !fits(shape) {
                 return Ok(None);
             }
-            let weights = tiles.fill(self.arena, self.stream, shape)?;
+            let weights = tiles.fill(self.arena, self.stream, shape, self.tied)?;
             return Ok(Some(Packed::new(vec![(0, weights)], stacked, group_rows)));
         }
         let segments = segments(parts);
@@ -117,15 +119,12 @@ fn in_parallel(part: &TensorView<'_>, strips: std::ops::Range<usize>, strip_byte
     bytes
 }
 
-/// Rows from which a matrix counts as a vocabulary: it is looked up in as well as multiplied with.
-const TABLE_ROWS: usize = 1 << 15;
-
 /// Rows up to which a matrix is so small that both forms are kept: a router multiplies with float32.
 pub(crate) const ROUTER_ROWS: usize = 256;
 
 /// Whether a matrix is kept in the bytes of its file beside its packed form.
-pub(crate) fn keeps_file_form(rows: usize, group_rows: usize) -> bool {
-    rows == group_rows && (rows >= TABLE_ROWS || rows <= ROUTER_ROWS)
+pub(crate) fn keeps_file_form(rows: usize, group_rows: usize, tied: Tied) -> bool {
+    tied == Tied::Yes || rows == group_rows && rows <= ROUTER_ROWS
 }
 
 /// A small matrix in float32, so that kernels need to know no other format of it; exact for every format.
