@@ -10,11 +10,12 @@ use lapidary_ops::{
 
 use crate::buffers::Buffer;
 use crate::driver::{Arena, Context, DevPtr, Event, Graph, Kernels, Pinned, Stream};
+use crate::fast::{self, Tiles};
 use crate::graphs::{Graphs, Left, Plan};
 use crate::kernels::heads::{self, Cell};
 use crate::kv::KvPools;
 use crate::launch::Queue;
-use crate::matrix::{Matrix, Store};
+use crate::matrix::{Matrix, Store, Tied};
 use crate::ops::{CudaOps, Mode, check_ids};
 use crate::upload::Upload;
 use crate::workspace::Workspace;
@@ -53,6 +54,9 @@ const ARENA_BLOCK: usize = 64 << 20;
 /// Fields are dropped in order, the memory that queued work may use after [`Drop`] has waited for it.
 pub struct CudaBackend {
     pub(crate) options: CudaOptions,
+    /// Whether matrices are packed for the fast kernels.
+    packs: bool,
+    tiles: Option<Tiles>,
     graphs: Graphs,
     pub(crate) stream: Arc<Stream>,
     pub(crate) kernels: Kernels,
@@ -94,15 +98,19 @@ impl CudaBackend {
     pub fn new(options: CudaOptions) -> Result<CudaBackend> {
         let context = Context::new(options.ordinal)
             .map_err(|e| Error::Unsupported { device: "cuda".into(), what: e.to_string() })?;
+        // The fast kernels are Hopper's; elsewhere the fast mode is bf16 inputs on the general ones.
+        let packs = options.compute == Compute::Fast && context.info.arch == 90;
         Ok(CudaBackend {
             options,
+            packs,
+            tiles: options.random_weights.map(Tiles::new),
             graphs: Graphs::default(),
             stream: Arc::new(Stream::new(&context)?),
             kernels: Kernels::new(&context),
             mats: Vec::new(),
             gains: Vec::new(),
             acts: Vec::new(),
-            kv: KvPools::empty(),
+            kv: KvPools::empty(packs),
             upload: Upload::default(),
             workspace: Workspace::new(&context),
             weights: Arena::new(&context, "weights", ARENA_BLOCK),
@@ -131,6 +139,21 @@ impl CudaBackend {
         of_kind.map(|a| a.spec.max_rows).min().unwrap_or(usize::MAX)
     }
 
+    fn pack_matrix(&mut self, parts: &[TensorView<'_>], group_rows: usize, tied: Tied) -> Result<Mat> {
+        self.context.bind()?;
+        let rows: usize = parts.iter().map(|p| p.rows).sum();
+        if let Some(first) = parts.first()
+            && (group_rows == 0 || !rows.is_multiple_of(group_rows))
+        {
+            let reason = format!("{rows} rows are not a whole number of groups of {group_rows}");
+            return Err(Error::Tensor { tensor: first.name.clone(), reason });
+        }
+        let mut store = Store { arena: &mut self.weights, stream: &self.stream };
+        let fast = self.packs.then_some(&mut self.tiles);
+        let matrix = Matrix::new(&mut store, parts, group_rows, tied, fast)?;
+        self.keep(matrix)
+    }
+
     fn keep(&mut self, matrix: Matrix) -> Result<Mat> {
         let handle = Mat(u32::try_from(self.mats.len()).map_err(|_| too_many("matrices"))?);
         self.mats.push(matrix);
@@ -150,8 +173,13 @@ impl CudaBackend {
 
     /// Queues a pass verb by verb.
     fn run_once(&mut self, shape: &BatchShape, program: &(dyn Fn(&mut dyn Ops) + Sync)) -> Result<Pending> {
+        let packs = self.packs;
         let mut ops = CudaOps::new(self, shape.rows, Mode::Run);
-        program(&mut ops);
+        if packs {
+            fast::run(&mut ops, program)
+        } else {
+            program(&mut ops)
+        }
         let pending = ops.finish()?;
         self.graphs.ran(shape, self.moved());
         Ok(pending)
@@ -161,9 +189,14 @@ impl CudaBackend {
     fn record(&mut self, shape: &BatchShape, program: &(dyn Fn(&mut dyn Ops) + Sync)) -> Result<()> {
         let stream = self.stream.clone();
         let (mut left, mut failed) = (Left::default(), None);
+        let packs = self.packs;
         let graph = Graph::record(&stream, || {
             let mut ops = CudaOps::new(self, shape.rows, Mode::Record);
-            program(&mut ops);
+            if packs {
+                fast::run(&mut ops, program)
+            } else {
+                program(&mut ops)
+            }
             match ops.finish() {
                 Ok(pending) => left = pending.left,
                 Err(e) => failed = Some(e),
@@ -222,10 +255,20 @@ impl Drop for CudaBackend {
 impl Backend for CudaBackend {
     fn report(&self) -> DeviceReport {
         let info = &self.context.info;
-        let kernels = Format::ALL.map(|format| KernelReport {
-            format,
-            kernel: "decoded to f32, f32 x f32".into(),
-            fallback: self.options.compute == Compute::Fast,
+        let kernels = Format::ALL.map(|format| match self.packs {
+            true => KernelReport {
+                format,
+                kernel: match (crate::pack::Form::is_exact(format), form_of(format).name()) {
+                    (true, name) => format!("bf16 x {name} on tensor cores"),
+                    (false, name) => format!("bf16 x {name} on tensor cores, weights rounded to bf16"),
+                },
+                fallback: false,
+            },
+            false => KernelReport {
+                format,
+                kernel: "decoded to f32, f32 sums".into(),
+                fallback: self.options.compute == Compute::Fast,
+            },
         });
         DeviceReport {
             backend: "cuda",
@@ -241,16 +284,17 @@ impl Backend for CudaBackend {
     }
 
     fn pack(&mut self, parts: &[TensorView<'_>], group_rows: usize) -> Result<Mat> {
+        self.pack_matrix(parts, group_rows, Tied::No)
+    }
+
+    fn pack_tied(&mut self, part: &TensorView<'_>) -> Result<Mat> {
+        self.pack_matrix(std::slice::from_ref(part), part.rows, Tied::Yes)
+    }
+
+    fn pack_rows(&mut self, part: &TensorView<'_>) -> Result<Mat> {
         self.context.bind()?;
-        let rows: usize = parts.iter().map(|p| p.rows).sum();
-        if let Some(first) = parts.first()
-            && (group_rows == 0 || !rows.is_multiple_of(group_rows))
-        {
-            let reason = format!("{rows} rows are not a whole number of groups of {group_rows}");
-            return Err(Error::Tensor { tensor: first.name.clone(), reason });
-        }
         let mut store = Store { arena: &mut self.weights, stream: &self.stream };
-        let matrix = Matrix::new(&mut store, parts)?;
+        let matrix = Matrix::table(&mut store, part, &mut self.tiles)?;
         self.keep(matrix)
     }
 
@@ -420,6 +464,13 @@ fn phases(marks: &[(Option<Phase>, Event)]) -> Result<Vec<(Phase, f64)>> {
         }
     }
     Ok(sums)
+}
+
+/// The form that a matrix of `format` is packed into, whatever its scales.
+fn form_of(format: Format) -> crate::pack::Form {
+    let scales = lapidary_formats::Scales::None;
+    let view = TensorView { name: String::new(), rows: 0, cols: 0, format, bytes: &[], scales };
+    crate::pack::Form::of(&view)
 }
 
 fn too_many(what: &str) -> Error {

@@ -16,15 +16,17 @@ const ALIGNMENT: usize = 256;
 pub(crate) struct KvPools {
     /// What they were made for.
     pub plan: KvPlan,
+    /// Whether pools that can are in the layout of the fast kernels.
+    fast: bool,
     memory: Option<Block>,
     starts: [Vec<usize>; GROUPS],
 }
 
 impl KvPools {
     /// No layers at all.
-    pub fn empty() -> KvPools {
+    pub fn empty(fast: bool) -> KvPools {
         let none = || KvGroupPlan { layers: Vec::new(), format: KvFormat::F32, pages: 0, window: None };
-        KvPools { plan: KvPlan { groups: [none(), none()] }, memory: None, starts: Default::default() }
+        KvPools { plan: KvPlan { groups: [none(), none()] }, fast, memory: None, starts: Default::default() }
     }
 
     /// Allocates or resizes to `plan`, zeros where nothing was; waits for what is queued. Nothing has changed
@@ -66,8 +68,14 @@ impl KvPools {
             }
         }
         stream.wait()?;
-        *self = KvPools { plan: plan.clone(), memory: Some(memory), starts };
+        *self = KvPools { plan: plan.clone(), fast: self.fast, memory: Some(memory), starts };
         Ok(())
+    }
+
+    /// Whether heads of this width go through the fast kernels: whatever layer they belong to, its pool is in their
+    /// layout.
+    pub fn is_fast(&self, head_dim: usize) -> bool {
+        self.fast && self.plan.groups.iter().all(|g| is_fast(g.format, head_dim))
     }
 
     /// Bytes held.
@@ -86,6 +94,8 @@ impl KvPools {
             head_dim: head_dim as i32,
             format: kv_code(group.format),
             row_bytes: group.format.row_bytes(head_dim) as i32,
+            fast: (self.fast && is_fast(group.format, head_dim)).into(),
+            pad: 0,
         }
     }
 
@@ -106,4 +116,9 @@ impl KvPools {
             false => bad(format!("{k} keys and {v} values, not {width} each")),
         }
     }
+}
+
+/// Whether the fast kernels read keys and values of this kind.
+fn is_fast(format: KvFormat, head_dim: usize) -> bool {
+    format == KvFormat::Bf16 && (head_dim == 256 || head_dim == 512)
 }

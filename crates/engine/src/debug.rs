@@ -1,7 +1,7 @@
 //! Looking inside: logits, captured activations, and single sublayers.
 
 use lapidary_model::Model;
-use lapidary_ops::{Batch, BatchShape, Ops, PageTable, RowSpan, TailRows, Tap, TapPoint};
+use lapidary_ops::{Batch, BatchShape, Ops, PageTable, Phase, RowSpan, TailRows, Tap, TapPoint};
 
 use crate::error::{Error, Result};
 use crate::prompt::{check_token, push_token};
@@ -117,6 +117,17 @@ impl Stepper {
             first += rows;
         }
         Ok(())
+    }
+
+    /// Microseconds that each phase of the last pass took on the device; empty where the device was not asked to
+    /// measure, or does not.
+    pub fn phases(&self) -> &[(Phase, f64)] {
+        &self.outcome.phases
+    }
+
+    /// Bytes of weights that the last pass read; 0 where the device does not count them.
+    pub fn weight_bytes(&self) -> u64 {
+        self.outcome.weight_bytes
     }
 
     /// Runs the attention sublayer of `layer` on the residual row `x` at `position` of the single sequence, and

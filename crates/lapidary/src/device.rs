@@ -101,6 +101,22 @@ impl Device {
         }
     }
 
+    /// Bytes a second that the device reads of its own memory; `None` for the processor, whose memory
+    /// [`read_bandwidth`](crate::bandwidth::read_bandwidth) measures, and where it cannot be measured.
+    pub fn read_bandwidth(self) -> Option<f64> {
+        match self {
+            Device::Cpu => None,
+            #[cfg(feature = "cuda")]
+            Device::Cuda { ordinal } => {
+                let context = lapidary_cuda::driver::Context::new(ordinal).ok()?;
+                let bytes = (context.free_bytes().ok()? / 2).min(4 << 30);
+                lapidary_cuda::kernels::bandwidth::measure(&context, bytes).ok()
+            }
+            #[cfg(not(feature = "cuda"))]
+            Device::Cuda { .. } => None,
+        }
+    }
+
     /// What `check` says of the device alone: nothing of the processor, whose findings are the host's.
     pub fn findings(self) -> Vec<Finding> {
         match self {

@@ -131,6 +131,11 @@ pub trait Backend: Send + fmt::Debug {
         self.pack(std::slice::from_ref(part), part.rows)
     }
 
+    /// Takes over a matrix that is read row by row and multiplied with: an embedding that is also the head.
+    fn pack_tied(&mut self, part: &TensorView<'_>) -> Result<Mat> {
+        self.pack(std::slice::from_ref(part), part.rows)
+    }
+
     /// Takes over a vector.
     fn vector(&mut self, name: &str, values: &[f32]) -> Result<Gain>;
 

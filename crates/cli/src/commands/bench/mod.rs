@@ -1,5 +1,7 @@
 //! `lapidary bench`
 
+mod gpu;
+
 use std::collections::BTreeMap;
 use std::io::{Write, stdout};
 use std::time::{Duration, Instant};
@@ -61,6 +63,9 @@ pub struct Args {
     pub compute: ComputeFlag,
     #[command(flatten)]
     pub device: DeviceArgs,
+    /// Measure a model of real shapes and random weights that are made on the GPU, such as 31b:fp8
+    #[arg(long, value_name = "SIZE:FORMAT", conflicts_with = "model")]
+    pub synthetic: Option<gpu::Synthetic>,
     /// Tell where the time of each test went; the clocks take a little of it
     #[arg(long)]
     pub profile: bool,
@@ -111,6 +116,14 @@ pub enum Command {
 pub fn run(args: &Args) -> anyhow::Result<()> {
     if let Some(Command::Serve(args)) = &args.command {
         return bench_serve::run(args);
+    }
+    if matches!(args.device.device, lapidary::Device::Cuda { .. }) {
+        return gpu::run(args);
+    }
+    if args.synthetic.is_some() {
+        anyhow::bail!(
+            "--synthetic makes its weights on a GPU: add --device cuda; `lapidary synth` writes a file for the processor"
+        );
     }
     let checkpoint = source::open(&args.model)?;
     let config = Config::from_checkpoint(&checkpoint)?;
