@@ -175,8 +175,9 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     let serving = runtime.spawn(listen::serve(listener, tls, app.clone(), limits, stop));
     let service =
         load::service(&args.model, &args.load, args.compute.compute, args.service.options(args.strict))?;
-    eprintln!("serving {} on {scheme}://{bound}", app.options().names.join(", "));
     app.serve(Arc::new(service));
+    // Only now: whoever waits for this line may ask at once.
+    eprintln!("serving {} on {scheme}://{bound}", app.options().names.join(", "));
     runtime.block_on(serving)??;
     Ok(())
 }
