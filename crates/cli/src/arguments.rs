@@ -4,6 +4,7 @@ use clap::{Parser, Subcommand};
 
 use crate::commands::{
     batch, bench, chat, check, completions, convert, dump, eval, inspect, run, serve, steer, synth, tokenize,
+    verify,
 };
 #[cfg(feature = "hub")]
 use crate::commands::{list, pull, rm};
@@ -46,6 +47,7 @@ pub enum Command {
     Rm(rm::Args),
     Bench(bench::Args),
     Steer(steer::Args),
+    Verify(verify::Args),
     Synth(synth::Args),
     Completions(completions::Args),
 }

@@ -21,6 +21,7 @@ const COMMANDS: &[&str] = &[
     "rm",
     "bench",
     "steer",
+    "verify",
     "synth",
     "completions",
 ];
@@ -84,6 +85,7 @@ mod clap_words {
                 &["--prompt", "-p", "--generate", "-n", "--threads", "-t", "--repetitions", "-r", "--json"]
             }
             "steer" => &["fit", "show"],
+            "verify" => &["--model", "--against", "--write", "--tokens", "--json"],
             "synth" => {
                 &["MODEL", "FORMAT", "--output", "-o", "--layers", "--seed", "--sparse", "--tokenizer"]
             }

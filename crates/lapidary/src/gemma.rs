@@ -20,6 +20,7 @@ use crate::defaults::Defaults;
 use crate::error::{Error, Result};
 use crate::options::{AnswerOptions, LoadOptions};
 use crate::text_source;
+use crate::timings::Profile;
 use crate::trace::Tracing;
 
 /// Where the chat template came from.
@@ -200,6 +201,20 @@ impl Gemma {
             self.fed_steered = set;
         }
         Ok(())
+    }
+
+    /// Notes from here on where the time of each step goes; with `keep_spans` each pass in detail, for a
+    /// [Chrome trace](crate::timings::chrome_trace).
+    ///
+    /// # Errors
+    /// A device that cannot tell.
+    pub fn start_profile(&mut self, keep_spans: bool) -> Result<()> {
+        Ok(self.stepper.start_profile(keep_spans)?)
+    }
+
+    /// Ends the profile; `None` where none was on.
+    pub fn take_profile(&mut self) -> Option<Profile> {
+        self.stepper.take_profile()
     }
 
     /// The runner, for reports.

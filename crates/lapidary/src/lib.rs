@@ -27,7 +27,9 @@ pub mod service;
 pub mod steering;
 pub mod synth;
 pub mod text_source;
+pub mod timings;
 pub mod trace;
+pub mod verify;
 
 pub use answer::{Answer, Piece};
 #[cfg(feature = "pebble")]

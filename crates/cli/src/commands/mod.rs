@@ -21,6 +21,7 @@ pub mod serve;
 pub mod steer;
 pub mod synth;
 pub mod tokenize;
+pub mod verify;
 
 use std::process::ExitCode;
 
@@ -47,6 +48,7 @@ pub fn run(command: Command) -> anyhow::Result<ExitCode> {
         #[cfg(feature = "hub")]
         Command::Rm(args) => done(rm::run(&args)),
         Command::Bench(args) => done(bench::run(&args)),
+        Command::Verify(args) => verify::run(&args),
         Command::Steer(args) => done(steer::run(&args)),
         Command::Synth(args) => done(synth::run(&args)),
         Command::Completions(args) => done(completions::run(&args)),
