@@ -3,7 +3,6 @@
 use anyhow::bail;
 use lapidary::plan::{MemoryPlan, PlanOptions};
 use lapidary::service::{Service, ServiceOptions};
-use lapidary::{Checkpoint, Config, Gemma, LoadOptions, Progress, Stepper, host};
 use lapidary::{Checkpoint, Config, Gemma, LoadOptions, Progress, Stepper};
 use lapidary_model::Limits;
 
@@ -23,8 +22,7 @@ fn plan_for(checkpoint: &Checkpoint, config: &Config, options: &LoadOptions, seq
     MemoryPlan::new(
         checkpoint,
         config,
-        &PlanOptions { context, sequences, limits, kv, compute: options.compute },
-        &PlanOptions { context, sequences: 1, limits, kv, compute: options.compute, device: options.device },
+        &PlanOptions { context, sequences, limits, kv, compute: options.compute, device: options.device },
     )
 }
 
@@ -94,8 +92,6 @@ fn prepare(
         return Ok(());
     }
     let plan = plan_for(checkpoint, &config, options, sequences);
-    match host::memory().available {
-    let plan = plan(checkpoint, &config, options);
     match options.device.available() {
         Some(available) if plan.total() > available => bail!(
             "the model needs {} of memory (weights {}, keys and values {}, activations {}), {} are available on {}; lower \

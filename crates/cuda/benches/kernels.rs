@@ -27,14 +27,16 @@ mod on_device {
     use lapidary_cuda::kernels::attn_decode::{
         AttnDecode, KvColumns, PageShape, attn_decode, workspace_bytes,
     };
+    use lapidary_cuda::kernels::attn_prefill::attn_prefill;
     use lapidary_cuda::kernels::bandwidth::read_all;
+    use lapidary_cuda::kernels::gemm_prefill;
     use lapidary_cuda::kernels::producers::{
         Argmax, Branch, Finish, NormOut, Residual, Router, argmax, argmax_workspace_bytes, finish, residual,
         router,
     };
     use lapidary_cuda::kernels::skinny_gemm::{
-        Chosen, ExpertsDown, ExpertsUp, Gate, Linear, MAX_PLANES, Output, Weights, experts_down, experts_up,
-        linear,
+        Choice, Chosen, ExpertsDown, ExpertsUp, Gate, Linear, MAX_PLANES, Output, Weights, experts_down,
+        experts_up, linear, linear_as,
     };
     use lapidary_cuda::pack::{Form, PackedShape};
 
@@ -54,6 +56,7 @@ mod on_device {
         x: Block,
         out: Block,
         aux: Block,
+        big: Block,
         ceiling: f64,
     }
 
@@ -78,16 +81,23 @@ mod on_device {
         println!("read bandwidth {ceiling:.0} GB/s");
         let x = lab.bf16(&vec![0.5; 16 * 32768]);
         let out = lab.poisoned(3 * 16 * 262_144 * 4);
+        let big = lab.poisoned(1 << 30);
         let aux = lab.bytes(&vec![0; 8 << 20]);
-        let bench = Bench { lab, pool, x, out, aux, ceiling };
+        let bench = Bench { lab, pool, x, out, aux, big, ceiling };
         if wants("gemm") {
             bench.gemm();
+        }
+        if wanted.as_deref() == Some("sweep") {
+            bench.sweep();
         }
         if wants("experts") {
             bench.experts();
         }
         if wants("attention") {
             bench.attention();
+        }
+        if wants("prefill") {
+            bench.prefill();
         }
         if wants("producers") {
             bench.producers();
@@ -173,6 +183,77 @@ mod on_device {
                             linear(self.lab.queue(), &call(i)).unwrap();
                         });
                         self.line(&format!("{name} {} {n} rows", form.name()), shape.bytes() as f64, us);
+                    }
+                }
+            }
+        }
+
+        /// Every launch shape of a product beside the chosen one.
+        fn sweep(&self) {
+            let shapes = [
+                ("31B qkv", 16384, 5376, false, 1),
+                ("31B o", 5376, 8192, false, MAX_PLANES),
+                ("31B gate+up", 43008, 5376, true, 1),
+                ("31B down", 5376, 21504, false, MAX_PLANES),
+                ("26B qkv", 8192, 2816, false, MAX_PLANES),
+                ("26B o", 2816, 4096, false, MAX_PLANES),
+                ("26B gate+up", 4224, 2816, true, 1),
+                ("26B down", 2816, 2112, false, MAX_PLANES),
+                ("E2B qkv", 2560, 1536, false, MAX_PLANES),
+                ("E2B o", 1536, 2048, false, MAX_PLANES),
+                ("E2B gate+up", 12288, 1536, true, 1),
+                ("E2B down", 1536, 6144, false, MAX_PLANES),
+                ("E2B gate+up wide", 24576, 1536, true, 1),
+                ("E2B down wide", 1536, 12288, false, MAX_PLANES),
+                ("E2B head", 262_144, 1536, false, 1),
+            ];
+            for form in [Form::Bf16, Form::Fp8, Form::Nvfp4, Form::Int4, Form::Q4K, Form::Sub16] {
+                for (name, rows, cols, gated, most_planes) in shapes {
+                    if cols % form.chunk_inputs() != 0 {
+                        continue;
+                    }
+                    let shape = PackedShape { form, rows, cols };
+                    let copies = (ROTATION / shape.bytes() + 1).clamp(2, 64).min(POOL / shape.bytes());
+                    for n in [1, 4] {
+                        let output =
+                            if gated { Output::Gated(Gate::GeluTanh) } else { Output::F32 { softcap: 0.0 } };
+                        let time = |choice| {
+                            let call = |i: usize| Linear {
+                                weights: Weights {
+                                    shape,
+                                    strips: self.pool.ptr().at(i % copies * shape.bytes()),
+                                    row_scales: if form == Form::Fp8 { self.aux.ptr() } else { DevPtr::NULL },
+                                },
+                                x: self.x.ptr(),
+                                x_stride: cols,
+                                rows: n,
+                                out: self.out.ptr(),
+                                out_stride: rows,
+                                output,
+                                most_planes,
+                            };
+                            let guess = shape.bytes() as f64 / 4e6 + 2.0;
+                            // SAFETY: the buffers are large enough for every shape above.
+                            self.lab.time(launches(guess, copies.max(8)), |i| unsafe {
+                                linear_as(self.lab.queue(), &call(i), choice).unwrap();
+                            })
+                        };
+                        let chosen = Choice::of(shape, n, gated, most_planes, 132);
+                        let mut list: Vec<_> = Choice::all(shape, n, gated, most_planes, 132)
+                            .into_iter()
+                            .map(|c| (time(c), c))
+                            .collect();
+                        list.sort_by(|a, b| a.0.total_cmp(&b.0));
+                        let rank = list.iter().position(|(_, c)| *c == chosen);
+                        println!(
+                            "{name} {} {n} rows: chosen {:.2} us, rank {rank:?} of {}",
+                            form.name(),
+                            time(chosen),
+                            list.len()
+                        );
+                        for (us, c) in list.iter().take(4) {
+                            println!("    {us:.2} {c:?}");
+                        }
                     }
                 }
             }
@@ -334,6 +415,91 @@ mod on_device {
                             self.line(&format!("{name} {kind} context {context} {rows} rows"), bytes, us);
                         }
                     }
+                }
+            }
+        }
+
+        fn prefill(&self) {
+            for form in [Form::Bf16, Form::Fp8, Form::Nvfp4, Form::Int4, Form::Q4K, Form::Sub16] {
+                for (name, rows, cols, gated) in [
+                    ("31B qkv", 16384, 5376, false),
+                    ("31B gate+up", 43008, 5376, true),
+                    ("31B down", 5376, 21504, false),
+                    ("E2B gate+up", 12288, 1536, true),
+                ] {
+                    let shape = PackedShape { form, rows, cols };
+                    for n in [32usize, 128, 512, 2048] {
+                        let out = if gated { Output::Gated(Gate::GeluTanh) } else { Output::Bf16 };
+                        let call = Linear {
+                            weights: Weights {
+                                shape,
+                                strips: self.pool.ptr(),
+                                row_scales: if form == Form::Fp8 { self.aux.ptr() } else { DevPtr::NULL },
+                            },
+                            x: self.pool.ptr(),
+                            x_stride: cols,
+                            rows: n,
+                            out: self.big.ptr(),
+                            out_stride: rows,
+                            output: out,
+                            most_planes: 1,
+                        };
+                        // SAFETY: the buffers are large enough for every shape above.
+                        let us = self
+                            .lab
+                            .time(4, |_| unsafe { gemm_prefill::linear(self.lab.queue(), &call).unwrap() });
+                        let flops = 2.0 * (n * rows * cols) as f64;
+                        println!(
+                            "{:44} {us:9.2} us {:6.0} TFLOP/s",
+                            format!("{name} {} {n} rows", form.name()),
+                            flops / us * 1e-6
+                        );
+                    }
+                }
+            }
+            for (name, heads, kv_heads, head_dim, window) in [
+                ("31B sliding", 32usize, 16usize, 256usize, Some(1024)),
+                ("31B full", 32, 4, 512, None),
+                ("E2B full", 8, 1, 512, None),
+            ] {
+                for rows in [64usize, 512, 2048] {
+                    let pages = PageShape { kv_heads, head_dim, fp8: false };
+                    let column =
+                        |f: &dyn Fn(usize) -> i32| self.lab.i32(&(0..rows).map(f).collect::<Vec<_>>());
+                    let (positions, visible, table) =
+                        (column(&|r| r as i32), column(&|r| r as i32 + 1), column(&|_| 0));
+                    let list = self.lab.i32(&(0..rows.div_ceil(32) as i32).collect::<Vec<_>>());
+                    let call = AttnDecode {
+                        heads,
+                        pages,
+                        pool: self.pool.ptr(),
+                        q: self.pool.ptr(),
+                        q_stride: heads * head_dim,
+                        out: self.big.ptr(),
+                        out_stride: heads * head_dim,
+                        columns: KvColumns {
+                            positions: positions.ptr(),
+                            visible_to: visible.ptr(),
+                            table: table.ptr(),
+                            pages: list.ptr(),
+                            map: DevPtr::NULL,
+                        },
+                        rows,
+                        batch_rows: rows,
+                        window,
+                        scale: 0.05,
+                        v_scale: 1.0,
+                        workspace: DevPtr::NULL,
+                    };
+                    // SAFETY: as above.
+                    let us = self.lab.time(4, |_| unsafe { attn_prefill(self.lab.queue(), &call).unwrap() });
+                    let seen: usize = (0..rows).map(|r| (r + 1).min(window.unwrap_or(usize::MAX))).sum();
+                    let flops = 4.0 * (seen * heads * head_dim) as f64;
+                    println!(
+                        "{:44} {us:9.2} us {:6.0} TFLOP/s",
+                        format!("{name} attention {rows} rows"),
+                        flops / us * 1e-6
+                    );
                 }
             }
         }

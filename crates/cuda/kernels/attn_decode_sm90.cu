@@ -91,8 +91,8 @@ template <int D, bool FP8, int ST> __device__ __forceinline__ void attn_body(con
   const int first = lo / PAGE, pages = (len + PAGE - 1) / PAGE - first;
   cg::cluster_group cl = cg::this_cluster();
   const int cs = cl.num_blocks(), rank = cl.block_rank(), clus = blockIdx.x / cs;
-  // Two pages a block and more are worth another cluster; all blocks of a cluster decide alike.
-  const int clusters = min(a.clusters, max(1, pages / (2 * cs)));
+  // Another cluster costs a round trip through global memory: worth it from 48 pages on, at two pages a block and more. All blocks decide alike.
+  const int clusters = pages < 48 ? 1 : min(a.clusters, max(1, pages / (2 * cs)));
   if (clus >= clusters) { pdl_launch(); return; }
   const int splits = clusters * cs;
   const int p0 = first + pages * (int)blockIdx.x / splits, n = first + pages * ((int)blockIdx.x + 1) / splits - p0;

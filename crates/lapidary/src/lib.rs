@@ -15,6 +15,7 @@ pub mod convert;
 mod defaults;
 pub mod device;
 mod error;
+pub mod eval;
 mod gemma;
 pub mod host;
 #[cfg(feature = "hub")]
@@ -26,7 +27,9 @@ pub mod service;
 pub mod steering;
 pub mod synth;
 pub mod text_source;
+pub mod timings;
 pub mod trace;
+pub mod verify;
 
 pub use answer::{Answer, Piece};
 #[cfg(feature = "pebble")]

@@ -33,13 +33,21 @@ struct SkinnyArgs {
   const int* groups;          // experts: count, then ids
   const float* group_weight;  // EXPERT_UP: [group][16]
   uint64_t strip_bytes, group_bytes;
-  int strips, k, chunks;      // strips of one group; inputs; chunks of a strip (k padded)
+  int strips, k, chunks;      // strips of one group (of gate alone when gated); inputs; chunks of a strip (k padded)
   int ldx, rows, ldo, m;      // m: outputs (of one group; half of its rows when gated)
-  int lwm, planes, epilogue, activation, ld_times;
+  int lwm, planes, cut;       // planes: grid.y; cut: chunks of a plane (not EXPERT_DOWN)
+  int epilogue, activation, ld_times;
+  int per_group;              // units of one group
+  uint32_t magic_group, magic_chunks;  // 2^32 / per_group and 2^32 / chunks rounded up, 0 for 1
+  int scale_rows;             // EXPERT_DOWN with row scales: groups whose scales fit shared memory
   float softcap;              // OUT_F32: c tanh(sum / c), 0 for none
 };
 
 __device__ __forceinline__ void consumers_sync() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
+
+// u / d for a divisor whose reciprocal the host knows: exact for u * d < 2^31. Integer division costs 40 cycles and more, and what stands
+// before the first copy is paid by every kernel.
+__device__ __forceinline__ int divide(int u, uint32_t magic) { return magic ? (int)__umulhi((uint32_t)u, magic) : u; }
 
 // Beyond the ring: scratch of the forms with headers, the warps' sums (two buffers), barriers; then x when it is kept here.
 template <class F, int CW, int NS, int MS, int NT> __host__ __device__ constexpr int skinny_smem() {
@@ -59,11 +67,11 @@ template <class F, int CW, int NS, int MS, int NT, bool XS, Mode MODE> __device_
   const int reducers = min(a.rows, 8);                // warps that add them up and write the outputs
   const int lwk = 3 - a.lwm, wk_n = 1 << lwk, cps = CW << lwk;  // cps: chunks a stage holds of each strip
   const int lunit = a.lwm + (MS == 2), unit_strips = 1 << lunit;
-  // A unit is unit_strips strips; when gated, the second half of them lies strips / 2 further on.
-  const int run = gated ? unit_strips / 2 : unit_strips, total = gated ? a.strips / 2 : a.strips;
-  const int per_group = (total + run - 1) / run;
+  // A unit is unit_strips strips; when gated, the second half of them are the up strips that belong to the first.
+  const int lrun = gated ? lunit - 1 : lunit, run = 1 << lrun, total = a.strips, per_group = a.per_group;
   auto strip_of = [&](int first, int j) { return gated && j >= run ? total + first + j - run : first + j; };
-  const int planes = a.planes, plane = blockIdx.x % planes, u0 = blockIdx.x / planes, ustep = gridDim.x / planes;
+  const int plane = blockIdx.y, u0 = blockIdx.x, ustep = gridDim.x;
+  auto cut_of = [&](int chunks) { return MODE != EXPERT_DOWN ? a.cut : a.planes == 1 ? chunks : a.planes == 2 ? (chunks + 1) >> 1 : (chunks + 2) / 3; };
   if (threadIdx.x == 256) {
     for (int i = 0; i < NS; i++) { mbar_init(full + i, 1); mbar_init(empty + i, 8); }
     for (int i = 0; i < 2; i++) { mbar_init(rfull + i, 256); mbar_init(rempty + i, reducers); }
@@ -88,10 +96,10 @@ template <class F, int CW, int NS, int MS, int NT, bool XS, Mode MODE> __device_
       return id;
     };
     const int units = per_group * (MODE == EXPERT_UP ? n_groups : 1);
-    const int chunks = a.chunks * (MODE == EXPERT_DOWN ? n_groups : 1), c0 = chunks * plane / planes, c1 = chunks * (plane + 1) / planes;
+    const int chunks = a.chunks * (MODE == EXPERT_DOWN ? n_groups : 1), cut = cut_of(chunks), c0 = min(plane * cut, chunks), c1 = min(c0 + cut, chunks);
     int slot = 0, parity = 1;
     for (int u = u0; u < units; u += ustep) {
-      const int e = MODE == EXPERT_UP ? u / per_group : 0, first = (u - e * per_group) * run;
+      const int e = MODE == EXPERT_UP ? divide(u, a.magic_group) : 0, first = (u - e * per_group) << lrun;
       const int n = min(run, total - first);  // strips of each run that exist
       const uint8_t* src = a.w;
       if (MODE == EXPERT_UP) src += id_of(e) * a.group_bytes;
@@ -103,7 +111,7 @@ template <class F, int CW, int NS, int MS, int NT, bool XS, Mode MODE> __device_
         }
         if (MODE == EXPERT_DOWN) {  // the stage's chunks may belong to several experts
           for (int done = 0; done < have;) {
-            const int v = (c + done) / a.chunks, at = c + done - v * a.chunks, take = min(have - done, a.chunks - at);
+            const int v = divide(c + done, a.magic_chunks), at = c + done - v * a.chunks, take = min(have - done, a.chunks - at);
             const uint8_t* from = a.w + id_of(v) * a.group_bytes + (size_t)at * F::CB;
             if (lane == 0)
               for (int i = 0; i < n; i++) bulk_load(sm + slot * STAGE + (i * cps + done) * F::CB, from + (first + i) * a.strip_bytes, take * F::CB, full + slot);
@@ -122,10 +130,32 @@ template <class F, int CW, int NS, int MS, int NT, bool XS, Mode MODE> __device_
     return;
   }
 
+  // A reducing thread's first output of unit u: its row scales are asked for at the start of the unit (of the first one before the kernel before has
+  // ended: they are weights, and far away).
+  float scale_gate = 1, scale_up = 1;
+  int* ids = (int*)(sm + skinny_smem<F, CW, NS, MS, NT>());  // experts: ids, then EXPERT_UP the weights, EXPERT_DOWN row scales
+  float* group_weight = (float*)(ids + MAX_GROUPS);
+  auto fetch_scales = [&](int u, int it) {
+    if (MODE == EXPERT_DOWN || !a.row_scale) return;
+    const int e = MODE == EXPERT_UP ? divide(u, a.magic_group) : 0, first = (u - e * per_group) << lrun;
+    const int i = ((warp - it) & 7) * 32 + lane, m = (first + ((i >> 4) & (run - 1))) * 16 + (i & 15);
+    if (m >= a.m) return;
+    const float* at = a.row_scale + (MODE == EXPERT_UP ? (size_t)ids[e] * a.m * 2 : 0) + m;
+    scale_gate = __ldg(at);
+    if (gated) scale_up = __ldg(at + a.m);
+  };
+  if (MODE == DENSE && u0 < per_group) fetch_scales(u0, 0);
   pdl_wait();
-  const int n_groups = MODE == DENSE ? 1 : __ldcg(a.groups);
+  int n_groups = 1;
+  if (MODE != DENSE) {  // one round trip for everything that the list says
+    n_groups = __ldcg(a.groups);
+    if (threadIdx.x < MAX_GROUPS) ids[threadIdx.x] = __ldcg(a.groups + 1 + threadIdx.x);
+    if (MODE == EXPERT_UP)
+      for (int i = threadIdx.x; i < MAX_GROUPS * 4; i += 256) ((float4*)group_weight)[i] = __ldcg((const float4*)a.group_weight + i);
+    consumers_sync();
+  }
   const int units = per_group * (MODE == EXPERT_UP ? n_groups : 1);
-  const int chunks = a.chunks * (MODE == EXPERT_DOWN ? n_groups : 1), c0 = chunks * plane / planes, c1 = chunks * (plane + 1) / planes;
+  const int chunks = a.chunks * (MODE == EXPERT_DOWN ? n_groups : 1), cut = cut_of(chunks), c0 = min(plane * cut, chunks), c1 = min(c0 + cut, chunks);
   bf16* xs = (bf16*)(sm + skinny_smem<F, CW, NS, MS, NT>());
   const int kx0 = c0 * F::KC, kx = (c1 - c0) * F::KC, stride = XS ? kx + 8 : a.ldx;
   if (XS) {  // rows padded by 16 bytes, so that eight rows' reads fall into different banks; inputs beyond k are zero
@@ -153,28 +183,28 @@ template <class F, int CW, int NS, int MS, int NT, bool XS, Mode MODE> __device_
     xr[n] = XS ? xs + row * stride - kx0 : a.x + (size_t)row * stride;
   }
   auto x_at = [&](int n, int c) {  // the inputs of chunk c, which in EXPERT_DOWN counts on through the groups
-    if (MODE != EXPERT_DOWN) return xr[n] + (size_t)c * F::KC;
-    const int v = c / a.chunks;
-    return xr[n] + (size_t)v * a.rows * stride + (c - v * a.chunks) * F::KC;
+    if (MODE != EXPERT_DOWN) return xr[n] + c * F::KC;
+    const int v = divide(c, a.magic_chunks);
+    return xr[n] + v * a.rows * stride + (c - v * a.chunks) * F::KC;
   };
   int slot = 0, parity = 0, it = 0;
   for (int u = u0; u < units; u += ustep, it++) {
-    const int e = MODE == EXPERT_UP ? u / per_group : 0, first = (u - e * per_group) * run;
+    const int e = MODE == EXPERT_UP ? divide(u, a.magic_group) : 0, first = (u - e * per_group) << lrun;
+    if (MODE != DENSE || it) fetch_scales(u, it);
     float acc[SETS][MS][NT][4] = {};
     constexpr bool AHEAD = !XS && PIECES == 1;  // x from global memory is asked for one chunk ahead
     uint32_t bx[NT][8];
-    float2 ds[MS];  // EXPERT_DOWN with row scales: rows g and g + 8, asked for one chunk ahead too
-    auto scales_at = [&](int c) {
-      const int id = __ldcg(a.groups + 1 + c / a.chunks);
-#pragma unroll
-      for (int ms = 0; ms < MS; ms++) {
-        const int m = (first + wm * MS + ms) * 16 + g;
-        ds[ms].x = m < a.m ? __ldg(a.row_scale + (size_t)id * a.m + m) : 0.f;
-        ds[ms].y = m + 8 < a.m ? __ldg(a.row_scale + (size_t)id * a.m + m + 8) : 0.f;
-      }
-    };
+    // EXPERT_DOWN with row scales: the sums of every chunk are scaled by its expert's, which are brought here first: [group][rows of the unit].
     const bool scaled_down = MODE == EXPERT_DOWN && a.row_scale;
-    if (scaled_down) scales_at(min(c0 + wk, c1 - 1));
+    const float* scales = group_weight + (it & 1) * (a.scale_rows << (lunit + 4)) + (wm * MS * 16 + g);
+    if (scaled_down) {
+      float* to = group_weight + (it & 1) * (a.scale_rows << (lunit + 4));
+      for (int i = threadIdx.x; i < n_groups << (lunit + 4); i += 256) {
+        const int m = first * 16 + (i & ((16 << lunit) - 1));
+        to[i] = m < a.m ? __ldg(a.row_scale + (size_t)ids[i >> (lunit + 4)] * a.m + m) : 0.f;
+      }
+      consumers_sync();
+    }
     if (AHEAD) {
 #pragma unroll
       for (int n = 0; n < NT; n++) load_x<F, XS>(bx[n], x_at(n, min(c0 + wk, c1 - 1)), t);
@@ -212,15 +242,17 @@ template <class F, int CW, int NS, int MS, int NT, bool XS, Mode MODE> __device_
           else F::template piece<MS, NT>(ch, cps * F::CB, q, lane, b, acc[(set + q) % SETS], scratch);
         }
         if (scaled_down) {
+          const float* d = scales + (divide(ck, a.magic_chunks) << (lunit + 4));
 #pragma unroll
-          for (int ms = 0; ms < MS; ms++)
+          for (int ms = 0; ms < MS; ms++) {
+            const float d0 = d[ms * 16], d1 = d[ms * 16 + 8];
 #pragma unroll
             for (int n = 0; n < NT; n++) {
               float(&s)[4] = acc[0][ms][n];
-              s[0] = fmaf(ds[ms].x, part[ms][n][0], s[0]); s[1] = fmaf(ds[ms].x, part[ms][n][1], s[1]);
-              s[2] = fmaf(ds[ms].y, part[ms][n][2], s[2]); s[3] = fmaf(ds[ms].y, part[ms][n][3], s[3]);
+              s[0] = fmaf(d0, part[ms][n][0], s[0]); s[1] = fmaf(d0, part[ms][n][1], s[1]);
+              s[2] = fmaf(d1, part[ms][n][2], s[2]); s[3] = fmaf(d1, part[ms][n][3], s[3]);
             }
-          scales_at(min(ck + wk_n, c1 - 1));
+          }
         }
         ch += wk_n * F::CB;
         ck += wk_n;
@@ -253,33 +285,33 @@ template <class F, int CW, int NS, int MS, int NT, bool XS, Mode MODE> __device_
     const int turn = (warp - it) & 7;
     if (turn >= reducers) continue;
     mbar_wait(rfull + buf, phase);
-    const size_t scale_at = MODE == EXPERT_UP ? (size_t)__ldcg(a.groups + 1 + e) * a.m * 2 : 0;
-    for (int i = turn * 32 + lane; i < run * 16 * a.rows; i += reducers * 32) {
-      const int row = i & 15, strip = (i >> 4) % run, col = (i >> 4) / run, m = (first + strip) * 16 + row;
+    const int mine = turn * 32 + lane;
+    for (int i = mine; i < (run * 16) * a.rows; i += reducers * 32) {
+      const int row = i & 15, strip = (i >> 4) & (run - 1), col = i >> (4 + lrun), m = (first + strip) * 16 + row;
       if (m >= a.m) continue;
-      auto sum = [&](int j, int r) {  // the sum of local strip j, row r, with its scale
-        const float* at = rb + j * NT * 128 + (col >> 3) * 128 + ((r & 7) * 4 + (col & 7) / 2) * 4 + (r >> 3) * 2 + (col & 1);
+      if (i != mine && a.row_scale && MODE != EXPERT_DOWN) {
+        const float* at = a.row_scale + (MODE == EXPERT_UP ? (size_t)ids[e] * a.m * 2 : 0) + m;
+        scale_gate = __ldg(at);
+        if (gated) scale_up = __ldg(at + a.m);
+      }
+      auto sum = [&](int j) {  // of local strip j
+        const float* at = rb + j * NT * 128 + (col >> 3) * 128 + ((row & 7) * 4 + (col & 7) / 2) * 4 + (row >> 3) * 2 + (col & 1);
         float s = 0;
 #pragma unroll
         for (int w = 0; w < 8; w++) if (w < wk_n) s += at[(w << lunit) * NT * 128];
-        s *= F::POST;
-        if (MODE != EXPERT_DOWN && a.row_scale) s *= __ldg(a.row_scale + scale_at + (j >= run ? a.m : 0) + m);
-        return s;
+        return s * F::POST;
       };
+      float v = sum(strip) * scale_gate;
+      if (gated) v = activate(a.activation, v) * (sum(strip + run) * scale_up);
       if (MODE == EXPERT_UP) {
-        const float w = __ldcg(a.group_weight + e * 16 + col);
-        const float v = activate(a.activation, sum(strip, row)) * sum(strip + run, row);
-        ((bf16*)a.out)[((size_t)e * a.rows + col) * a.ldo + m] = __float2bfloat16(w == 0.f ? 0.f : w * v);
-      } else if (gated) {
-        ((bf16*)a.out)[(size_t)col * a.ldo + m] = __float2bfloat16(activate(a.activation, sum(strip, row)) * sum(strip + run, row));
+        const float w = group_weight[e * 16 + col];
+        ((bf16*)a.out)[(size_t)(e * a.rows + col) * a.ldo + m] = __float2bfloat16(w == 0.f ? 0.f : w * v);
+      } else if (a.epilogue == OUT_F32) {
+        if (a.softcap > 0.f) v = a.softcap * tanhf(v / a.softcap);
+        ((float*)a.out)[(size_t)(plane * a.rows + col) * a.ldo + m] = v;
       } else {
-        float v = sum(strip, row);
-        if (a.epilogue == OUT_GATE_TIMES) ((bf16*)a.out)[(size_t)col * a.ldo + m] = __float2bfloat16(activate(a.activation, v) * a.times[(size_t)col * a.ld_times + m]);
-        else if (a.epilogue == OUT_BF16) ((bf16*)a.out)[(size_t)col * a.ldo + m] = __float2bfloat16(v);
-        else {
-          if (a.softcap > 0.f) v = a.softcap * tanhf(v / a.softcap);
-          ((float*)a.out)[((size_t)plane * a.rows + col) * a.ldo + m] = v;
-        }
+        if (a.epilogue == OUT_GATE_TIMES) v = activate(a.activation, v) * a.times[(size_t)col * a.ld_times + m];
+        ((bf16*)a.out)[(size_t)col * a.ldo + m] = __float2bfloat16(v);
       }
     }
     __syncwarp();

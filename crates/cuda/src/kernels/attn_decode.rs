@@ -135,15 +135,16 @@ fn units(heads: usize, pages: PageShape) -> usize {
     pages.kv_heads * (heads / pages.kv_heads).div_ceil(8)
 }
 
-/// As many blocks as multiprocessors, in clusters of eight while there are few units: parts are then summed inside the cluster.
+/// Clusters of eight while there are few units, since parts are then summed inside the cluster; about 100 blocks in all,
+/// one a multiprocessor: with more, clusters of eight wait for a free corner of the chip.
 fn split(units: usize, multiprocessors: usize) -> Split {
     let cluster = match units {
-        ..=33 => 8,
-        34..=66 => 4,
-        67..=132 => 2,
+        ..=8 => 8,
+        9..=16 => 4,
+        17..=64 => 2,
         _ => 1,
     };
-    Split { cluster, clusters: (multiprocessors / (units * cluster)).max(1) }
+    Split { cluster, clusters: (multiprocessors * 3 / 4 / (units * cluster)).clamp(1, 8) }
 }
 
 /// Memory that a call with at most `rows` rows needs, in bytes. It is zeroed once; calls leave it ready for the next.

@@ -6,7 +6,9 @@
 
 pub mod attention;
 pub mod attn_decode;
+pub mod attn_prefill;
 pub mod bandwidth;
+pub mod gemm_prefill;
 pub mod heads;
 pub mod probe;
 pub mod producers;

@@ -110,9 +110,14 @@ struct SkinnyArgs {
     m: i32,
     lwm: i32,
     planes: i32,
+    cut: i32,
     epilogue: i32,
     activation: i32,
     ld_times: i32,
+    per_group: i32,
+    magic_group: u32,
+    magic_chunks: u32,
+    scale_rows: i32,
     softcap: f32,
 }
 
@@ -129,7 +134,10 @@ pub struct Choice {
     lwm: usize,
     /// Parts of k whose sums are written apart.
     pub planes: usize,
+    /// Blocks of a plane.
     blocks: usize,
+    /// Groups whose row scales a block keeps.
+    scale_rows: usize,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -180,10 +188,64 @@ const fn chunk_ns(form: Form) -> f64 {
     }
 }
 
+/// Most strips of a unit: with more, adding up their sums takes longer than the next unit's products.
+const MAX_UNIT: usize = 4;
 /// Above this a launch is bound by the memory and not by its own latency.
 const LARGE_BYTES: usize = 32 << 20;
 /// Shared memory of one of a multiprocessor's two blocks.
 const SHARED_OF_TWO: usize = 113 << 10;
+
+/// What the sweep over Gemma's matrices found best (`cargo bench ... sweep`, one H200, 2026-11-30): outputs, inputs, gated,
+/// then for bf16, FP8, NVFP4, four-bit integers, Q4_K and Sub16 the shape for 1 row and for 2 to 7: where x is kept and strips a
+/// warp (G global, T global and two, S shared, D shared and two), log2 of the groups of strips, planes.
+#[rustfmt::skip]
+static MEASURED: &[(usize, usize, bool, &str)] = &[
+    (16384, 5376, false, "G11 T11 D01 T01 D11 T11 D11 T11 S21 G01 S21 G21"), // 31B qkv
+    (5376, 8192, false, "S13 S03 S02 S13 T13 T13 D02 T13 S12 G23 S02 G02"), // 31B o
+    (43008, 5376, true, "G11 T11 S11 T01 D01 T01 D01 T01 S11 G11 G11 G11"), // 31B gate+up
+    (5376, 21504, false, "G13 T03 T03 T03 D13 T13 D03 T03 S23 G13 S13 G13"), // 31B down
+    (8192, 2816, false, "S01 G13 D12 T01 S22 T12 D12 T01 G11 G11 S12 S12"), // 26B qkv
+    (2816, 4096, false, "T03 T03 T13 T13 T13 T13 T13 T13 G12 G12 G12 G13"), // 26B o
+    (4224, 2816, true, "S11 S11 S11 T01 T01 T01 D01 T01 S11 G11 G11 G11"), // 26B gate+up
+    (2816, 2112, false, "S12 T02 T13 T13 G23 T13 G23 T13 --- --- --- ---"), // 26B down
+    (2560, 1536, false, "T13 T02 G13 G12 G12 G12 G13 G12 G12 G12 G13 G12"), // E2B qkv
+    (1536, 2048, false, "T02 T02 G02 G02 T02 G02 G02 G02 G13 G13 G02 G02"), // E2B o
+    (12288, 1536, true, "S11 S11 T11 T11 T11 T11 T11 T11 S21 G21 G21 G21"), // E2B gate+up
+    (1536, 6144, false, "S02 T03 G02 T03 G02 G02 T03 G02 G13 G02 G02 G02"), // E2B down
+    (24576, 1536, true, "S11 S11 S11 S11 T21 T11 D11 T21 D21 G31 S11 S11"), // E2B gate+up wide
+    (1536, 12288, false, "S02 G02 S02 G02 G02 G02 S02 G02 G02 G02 G02 G02"), // E2B down wide
+    (262144, 1536, false, "S11 S11 S11 S11 D11 D11 D11 D11 D21 S21 S11 S11"), // E2B head
+];
+
+/// The measured shape of a product, if there is one that may be used.
+fn measured(work: Work) -> Option<Choice> {
+    let Work { shape, rows, gated, most_planes, sms, .. } = work;
+    if rows >= 8 || sms != 132 {
+        return None;
+    }
+    let (.., codes) = MEASURED.iter().find(|m| (m.0, m.1, m.2) == (shape.rows, shape.cols, gated))?;
+    let class = match shape.form {
+        Form::Bf16 => 0,
+        Form::Fp8 | Form::Fp8Block | Form::Int8 | Form::Int8Min => 1,
+        Form::Nvfp4 => 2,
+        Form::Int4 | Form::Int4Bf16 | Form::Int4Min => 3,
+        Form::Q4K => 4,
+        Form::Q5K | Form::Sub16 => 5,
+    };
+    let code = codes.split(' ').nth(2 * class + usize::from(rows > 1))?.as_bytes();
+    let variant = match code[0] {
+        b'G' => Variant::Global,
+        b'T' => Variant::GlobalTwo,
+        b'S' => Variant::Shared,
+        b'D' => Variant::SharedTwo,
+        _ => return None,
+    };
+    let (lwm, planes) = (usize::from(code[1] - b'0'), usize::from(code[2] - b'0'));
+    let (list, fits) = (work.candidates(variant), |c: &Choice| c.shared(shape, rows) <= SHARED_OF_TWO);
+    let wanted =
+        list.into_iter().map(|(c, _)| c).find(|c| c.lwm == lwm && c.planes == planes.min(most_planes));
+    wanted.filter(fits)
+}
 
 impl Choice {
     /// The shape of a product: `groups` matrices of `shape` (1, or the experts that a batch may choose), their sums in
@@ -201,76 +263,55 @@ impl Choice {
         let four_bits = matches!(form, Form::Nvfp4 | Form::Int4 | Form::Int4Bf16 | Form::Int4Min);
         // Inputs that are no whole chunk need the zeros that only the copy in shared memory has.
         let ragged = !shape.cols.is_multiple_of(form.chunk_inputs());
+        let work =
+            Work { shape, rows, gated, most_planes, sms: multiprocessors, groups: 1, scaled_groups: 0 };
+        if ragged {
+            return work.balance(Variant::Shared);
+        }
+        if let Some(choice) = measured(work) {
+            return choice;
+        }
         let variant = match rows {
-            _ if ragged => Variant::Shared,
+            _ if !two => Variant::Global,
             1 if shape.bytes() >= LARGE_BYTES && four_bits => Variant::SharedTwo,
-            1 if shape.bytes() >= LARGE_BYTES && form != Form::Bf16 => Variant::Shared,
-            8.. if two && !integer => Variant::GlobalTwo,
-            _ => Variant::Global,
+            1 if shape.bytes() >= LARGE_BYTES => Variant::Shared,
+            _ if form == Form::Q4K || rows > 8 && integer => Variant::Global,
+            _ => Variant::GlobalTwo,
         };
-        let choice = Choice::balance(variant, shape, rows, gated, most_planes, multiprocessors, 1);
+        let choice = work.balance(variant);
         match variant {
-            Variant::Shared | Variant::SharedTwo if !ragged && choice.shared(shape, rows) > SHARED_OF_TWO => {
-                let variant =
-                    if variant == Variant::Shared || !two { Variant::Global } else { Variant::GlobalTwo };
-                Choice::balance(variant, shape, rows, gated, most_planes, multiprocessors, 1)
+            Variant::Shared | Variant::SharedTwo if choice.shared(shape, rows) > SHARED_OF_TWO => {
+                work.balance(if variant == Variant::SharedTwo { Variant::GlobalTwo } else { Variant::Global })
             }
             _ => choice,
         }
     }
 
-    /// The shape of a product with `chosen` of many experts.
-    fn of_experts(
-        variant: Variant,
-        shape: PackedShape,
-        rows: usize,
-        chosen: usize,
-        most_planes: usize,
-        sms: usize,
-    ) -> Choice {
-        Choice::balance(variant, shape, rows, variant == Variant::Up, most_planes, sms, chosen)
+    /// Strips of a unit.
+    fn unit(self) -> usize {
+        (1 << self.lwm) * self.variant.strips()
     }
 
-    /// The groups of strips and planes with the shortest time by a plain model: the bytes of the fullest
-    /// multiprocessor, or the rounds of a warp.
-    fn balance(
-        variant: Variant,
+    /// Every shape that a plain product could take, for sweeps.
+    pub fn all(
         shape: PackedShape,
         rows: usize,
         gated: bool,
         most_planes: usize,
-        sms: usize,
-        groups: usize,
-    ) -> Choice {
-        let pieces = shape.form.chunk_inputs() / 64;
-        let sum_groups = if variant == Variant::Down { groups } else { 1 };
-        let chunks = shape.chunks() * sum_groups;
-        let mut best = (f64::INFINITY, 0, 1, 1);
-        for lwm in 0..4 {
-            let unit = (1 << lwm) * variant.strips();
-            if gated && unit < 2 {
-                continue;
-            }
-            let units = shape.strips().div_ceil(unit) * if variant == Variant::Up { groups } else { 1 };
-            for planes in 1..=most_planes.clamp(1, MAX_PLANES) {
-                if planes > 1 && chunks * pieces / planes < 4 {
-                    continue;
-                }
-                let all = units * planes;
-                let blocks = all.min(2 * sms / planes * planes);
-                let cut = chunks.div_ceil(planes);
-                let bytes = all.div_ceil(sms) * unit * cut * shape.form.chunk_bytes();
-                let rounds = all.div_ceil(blocks) * (cut.div_ceil(8 >> lwm) * pieces * variant.strips());
-                let memory = bytes as f64 / 33.0;
-                let warps = rounds as f64 * chunk_ns(shape.form) + (all.div_ceil(blocks) * 350) as f64;
-                let time = memory.max(warps) + 0.25 * memory.min(warps) + 60.0 * planes as f64;
-                if time < best.0 {
-                    best = (time, lwm, planes, blocks);
-                }
-            }
-        }
-        let (_, lwm, planes, blocks) = best;
-        Choice { variant, tiles: rows.div_ceil(8), lwm, planes, blocks }
+        multiprocessors: usize,
+    ) -> Vec<Choice> {
+        let two = ring(shape.form, true).is_some();
+        let work =
+            Work { shape, rows, gated, most_planes, sms: multiprocessors, groups: 1, scaled_groups: 0 };
+        [Variant::Global, Variant::GlobalTwo, Variant::Shared, Variant::SharedTwo]
+            .into_iter()
+            .filter(|v| {
+                (two || v.strips() == 1) && (rows <= 8 || matches!(v, Variant::Global | Variant::GlobalTwo))
+            })
+            .flat_map(|v| work.candidates(v))
+            .map(|(choice, _)| choice)
+            .filter(|c| c.shared(shape, rows) <= SHARED_OF_TWO)
+            .collect()
     }
 
     fn kernel(self, form: Form) -> Kernel {
@@ -301,9 +342,74 @@ impl Choice {
                 let inputs = (shape.chunks().div_ceil(self.planes) + 1) * shape.form.chunk_inputs();
                 rows * (inputs * 2 + 16)
             }
+            Variant::Up => MAX_EXPERTS * 4 + MAX_EXPERTS * 64,
+            Variant::Down => MAX_EXPERTS * 4 + 2 * self.scale_rows * 16 * self.unit() * 4,
             _ => 0,
         };
         own + x
+    }
+}
+
+/// What is to be done, for the choice of a shape.
+#[derive(Clone, Copy)]
+struct Work {
+    shape: PackedShape,
+    rows: usize,
+    gated: bool,
+    most_planes: usize,
+    sms: usize,
+    /// Experts that a batch is likely to choose; 1 for a plain product.
+    groups: usize,
+    /// Experts whose row scales a block of the down product keeps at most.
+    scaled_groups: usize,
+}
+
+impl Work {
+    /// The groups of strips and planes with the shortest time by a plain model: the bytes of the fullest multiprocessor,
+    /// or the rounds of a warp.
+    fn balance(self, variant: Variant) -> Choice {
+        let best = self.candidates(variant).into_iter().min_by(|a, b| a.1.total_cmp(&b.1));
+        best.expect("one plane and eight groups of strips are always possible").0
+    }
+
+    /// Every shape and its time in nanoseconds by the model.
+    fn candidates(self, variant: Variant) -> Vec<(Choice, f64)> {
+        let Work { shape, rows, sms, .. } = self;
+        let pieces = shape.form.chunk_inputs() / 64;
+        let chunks = shape.chunks() * if variant == Variant::Down { self.groups } else { 1 };
+        let mut list = Vec::new();
+        for lwm in 0..4 {
+            let unit = (1 << lwm) * variant.strips();
+            let scales = 2 * self.scaled_groups * 16 * unit * 4;
+            if self.gated && unit < 2 || lwm > 0 && (scales > 16 << 10 || unit > MAX_UNIT) {
+                continue;
+            }
+            let units = shape.strips().div_ceil(unit) * if variant == Variant::Up { self.groups } else { 1 };
+            for planes in 1..=self.most_planes.clamp(1, MAX_PLANES) {
+                if planes > 1 && chunks * pieces / planes < 4 {
+                    continue;
+                }
+                let blocks = units.min(2 * sms / planes);
+                let (cut, rounds) = (chunks.div_ceil(planes), units.div_ceil(blocks));
+                let bytes = (units * planes).div_ceil(sms) * unit * cut * shape.form.chunk_bytes();
+                let memory = bytes as f64 / 33.0;
+                let steps = cut.div_ceil(8 >> lwm) * pieces * variant.strips();
+                // The sums of a unit: eight warps' parts, added up by as many warps as there are rows.
+                let sums = (unit * 16 * rows).div_ceil(32 * rows.min(8)) as f64 * 60.0;
+                let warps = rounds as f64 * (steps as f64 * chunk_ns(shape.form) + 290.0 + sums);
+                let time = memory.max(warps) + 0.25 * memory.min(warps) + 60.0 * planes as f64;
+                let choice = Choice {
+                    variant,
+                    tiles: rows.div_ceil(8),
+                    lwm,
+                    planes,
+                    blocks,
+                    scale_rows: self.scaled_groups,
+                };
+                list.push((choice, time));
+            }
+        }
+        list
     }
 }
 
@@ -360,10 +466,24 @@ pub unsafe fn linear(queue: Queue<'_>, call: &Linear) -> Result<usize> {
         _ => 1,
     };
     let choice = Choice::of(shape, call.rows, gated, most_planes, sms);
+    // SAFETY: the caller's.
+    unsafe { linear_as(queue, call, choice) }
+}
+
+/// Queues a product in a shape of one's own choosing, from [`Choice::all`] of the same product.
+///
+/// # Errors
+/// As [`linear`].
+///
+/// # Safety
+/// As [`linear`]; the choice was made for this product.
+pub unsafe fn linear_as(queue: Queue<'_>, call: &Linear, choice: Choice) -> Result<usize> {
+    let shape = call.weights.shape;
+    let gated = matches!(call.output, Output::Gated(_));
     if choice.tiles > 1 && matches!(choice.variant, Variant::Shared | Variant::SharedTwo) {
         return Err(refuse(format!("{} inputs for more than 8 rows", shape.cols)));
     }
-    let mut args = arguments(&call.weights, call.rows, choice);
+    let mut args = arguments(&call.weights, call.rows, choice, gated);
     args.x = call.x;
     args.ldx = call.x_stride as i32;
     args.out = call.out;
@@ -374,7 +494,6 @@ pub unsafe fn linear(queue: Queue<'_>, call: &Linear) -> Result<usize> {
         Output::Gated(gate) => {
             args.epilogue = 2;
             args.activation = gate as i32;
-            args.m /= 2;
         }
         Output::GateTimes { gate, times, stride } => {
             args.epilogue = 3;
@@ -430,13 +549,13 @@ pub unsafe fn experts_up(queue: Queue<'_>, call: &ExpertsUp) -> Result<()> {
     whole_chunks(shape)?;
     let sms = queue.stream.context().info.multiprocessors as usize;
     let groups = likely_groups(call.rows, call.top_k);
-    let choice = Choice::of_experts(Variant::Up, shape, call.rows, groups, 1, sms);
-    let mut args = arguments(&call.weights, call.rows, choice);
+    let work = Work { shape, rows: call.rows, gated: true, most_planes: 1, sms, groups, scaled_groups: 0 };
+    let choice = work.balance(Variant::Up);
+    let mut args = arguments(&call.weights, call.rows, choice, true);
     args.x = call.x;
     args.ldx = call.x_stride as i32;
     args.out = call.hidden;
     args.ldo = call.hidden_stride as i32;
-    args.m /= 2;
     args.groups = call.chosen.groups;
     args.group_weight = call.chosen.weights;
     args.activation = call.gate as i32;
@@ -480,8 +599,12 @@ pub unsafe fn experts_down(queue: Queue<'_>, call: &ExpertsDown) -> Result<usize
     whole_chunks(shape)?;
     let sms = queue.stream.context().info.multiprocessors as usize;
     let groups = likely_groups(call.rows, call.top_k);
-    let choice = Choice::of_experts(Variant::Down, shape, call.rows, groups, call.most_planes, sms);
-    let mut args = arguments(&call.weights, call.rows, choice);
+    let scaled_groups =
+        if call.weights.row_scales == DevPtr::NULL { 0 } else { MAX_EXPERTS.min(call.rows * call.top_k) };
+    let most_planes = call.most_planes;
+    let work = Work { shape, rows: call.rows, gated: false, most_planes, sms, groups, scaled_groups };
+    let choice = work.balance(Variant::Down);
+    let mut args = arguments(&call.weights, call.rows, choice, false);
     args.x = call.hidden;
     args.ldx = call.hidden_stride as i32;
     args.out = call.out;
@@ -525,8 +648,10 @@ fn whole_chunks(shape: PackedShape) -> Result<()> {
     }
 }
 
-fn arguments(weights: &Weights, rows: usize, choice: Choice) -> SkinnyArgs {
+fn arguments(weights: &Weights, rows: usize, choice: Choice, gated: bool) -> SkinnyArgs {
     let shape = weights.shape;
+    let strips = if gated { shape.strips() / 2 } else { shape.strips() };
+    let per_group = strips.div_ceil(choice.unit() / if gated { 2 } else { 1 });
     SkinnyArgs {
         w: weights.strips,
         row_scale: weights.row_scales,
@@ -537,20 +662,31 @@ fn arguments(weights: &Weights, rows: usize, choice: Choice) -> SkinnyArgs {
         group_weight: DevPtr::NULL,
         strip_bytes: shape.strip_bytes() as u64,
         group_bytes: shape.bytes() as u64,
-        strips: shape.strips() as i32,
+        strips: strips as i32,
         k: shape.cols as i32,
         chunks: shape.chunks() as i32,
         ldx: 0,
         rows: rows as i32,
         ldo: 0,
-        m: shape.rows as i32,
+        m: (if gated { shape.rows / 2 } else { shape.rows }) as i32,
         lwm: choice.lwm as i32,
         planes: choice.planes as i32,
+        cut: shape.chunks().div_ceil(choice.planes) as i32,
         epilogue: 0,
         activation: 0,
         ld_times: 0,
+        per_group: per_group as i32,
+        magic_group: reciprocal(per_group),
+        magic_chunks: reciprocal(shape.chunks()),
+        scale_rows: choice.scale_rows as i32,
         softcap: 0.0,
     }
+}
+
+/// What `divide` in the kernel wants: 2^32 / n rounded up, 0 for 1. Quotients are exact for dividends whose product with n
+/// stays below 2^31.
+fn reciprocal(n: usize) -> u32 {
+    if n == 1 { 0 } else { ((1u64 << 32).div_ceil(n as u64)) as u32 }
 }
 
 /// # Safety
@@ -562,7 +698,8 @@ unsafe fn launch(
     choice: Choice,
     args: &SkinnyArgs,
 ) -> Result<()> {
-    let grid = Shape::new(choice.blocks as u32, 288).shared(choice.shared(shape, rows) as u32).dependent();
+    let grid = [choice.blocks as u32, choice.planes as u32, 1];
+    let grid = Shape::grid(grid, 288).shared(choice.shared(shape, rows) as u32).dependent();
     // SAFETY: the caller's.
     unsafe { queue.launch(choice.kernel(shape.form), grid, args) }
 }
@@ -579,16 +716,16 @@ mod tests {
     #[test]
     fn small_matrices_get_one_unit_a_block() {
         // As the sweep of experiments/cuda found best.
-        assert_eq!(choice(Form::Nvfp4, 8192, 2816, 1, 1), (2, 1, 256));
-        assert_eq!(choice(Form::Bf16, 1536, 6144, 1, 3), (1, 2, 192));
-        assert_eq!(choice(Form::Fp8, 2816, 2112, 1, 3), (2, 3, 264));
+        assert_eq!(choice(Form::Nvfp4, 2816, 4096, 1, 3), (2, 3, 44));
+        assert_eq!(choice(Form::Bf16, 1536, 6144, 1, 3), (1, 2, 96));
+        assert_eq!(choice(Form::Fp8, 2816, 2112, 1, 3), (2, 3, 44));
     }
 
     #[test]
     fn shared_memory_always_fits() {
         for form in Form::ALL {
             for cols in [256, 768, 1536, 2816, 5376, 8192, 21504, 22528] {
-                for rows in [16, 1536, 2816, 43008, 262144] {
+                for rows in [16, 1536, 2816, 5376, 8192, 43008, 262144] {
                     for n in 1..=16 {
                         let shape = PackedShape { form, rows, cols };
                         let c = Choice::of(shape, n, false, 3, 132);

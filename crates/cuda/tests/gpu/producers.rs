@@ -256,7 +256,7 @@ fn the_router_picks_the_largest_and_lists_them() {
         (128, 8, 2816, 1, true),
         (128, 8, 2816, 16, false),
         (128, 8, 704, 5, true),
-        (11, 3, 44, 7, false),
+        (11, 3, 48, 7, false),
         (33, 32, 128, 2, true),
     ] {
         let what = format!("{top_k} of {experts}, {rows} rows of {width}");

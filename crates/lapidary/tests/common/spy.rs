@@ -222,6 +222,9 @@ impl Backend for Spy {
     fn steer_set(&mut self, index: usize, set: Option<&SteerSet>) -> Result<()> {
         self.inner.steer_set(index, set)
     }
+    fn timings(&mut self, on: bool) -> Result<()> {
+        self.inner.timings(on)
+    }
     fn upload(&mut self, batch: &Batch) -> Result<()> {
         self.batch = batch.clone();
         if let (Some(change), Some(model)) = (&self.hooks.batch, self.hooks.built.get()) {
