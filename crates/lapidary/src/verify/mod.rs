@@ -30,10 +30,12 @@ pub enum VerifyError {
 
 /// What float32 arithmetic may differ by: ten times what the published implementation differs by from float64.
 const FLOAT32: f64 = 5e-5;
-/// Products between the embedding and a layer's output, each of which adds its matrices' error: the queries' and keys'
-/// through the softmax, values and output of attention, gate, up and down of the feed-forward block. Errors that are
-/// independent add up in squares, so this is more than they come to.
-const PRODUCTS: f64 = 4.0;
+/// A value passes five products on its longest way through a layer (queries and keys, values, output, gate and up, down),
+/// each of which adds an error of its own; independent ones add up in squares. What is measured is a third of it, since
+/// much of a layer's output is its input.
+const PRODUCTS: f64 = 2.24;
+/// By how much more than the median row any row may differ.
+const WORST_ROW: f64 = 5.0;
 /// Rounding activations to blocks of 32 signed bytes, as the fast arithmetic does, by one product.
 const INT8_ACTIVATIONS: f64 = 0.008;
 
@@ -46,13 +48,16 @@ pub struct Check {
     pub worst: f64,
     /// What arithmetic and formats explain for the median row.
     pub allowed: f64,
+    /// The same for the worst row. Infinite where experts are chosen: a choice between two that are nearly equal can go
+    /// either way, and changes the whole row.
+    pub allowed_worst: f64,
 }
 
 impl Check {
     /// Whether the difference is more than what is explained.
     pub fn departs(&self) -> bool {
         // A difference that is not a number is one.
-        !(self.median <= self.allowed)
+        !(self.median <= self.allowed && self.worst <= self.allowed_worst)
     }
 }
 
@@ -150,7 +155,12 @@ pub fn verify(
         let before = if layer == 0 { &dump.embed } else { &dump.hidden[layer - 1] };
         let found = stepper.layer_rows(layer, &dump.tokens, before)?;
         let allowed = allowed(formats.layers[layer], dump.formats.layers[layer], PRODUCTS);
-        checks.push(check(&found, &dump.hidden[layer], width, allowed));
+        let routed = stepper.model().config.moe.is_some() && !same_program;
+        let mut check = check(&found, &dump.hidden[layer], width, allowed);
+        if routed {
+            check.allowed_worst = f64::INFINITY;
+        }
+        checks.push(check);
     }
     let mut head = Vec::with_capacity(dump.logits.len());
     stepper.lens(&dump.hidden[layers - 1], &mut |_, row| head.extend_from_slice(row))?;
@@ -187,7 +197,8 @@ fn check(found: &[f32], expected: &[f32], width: usize, allowed: f64) -> Check {
         })
         .collect();
     rows.sort_by(f64::total_cmp);
-    Check { median: rows[rows.len() / 2], worst: rows[rows.len() - 1], allowed }
+    let (median, worst) = (rows[rows.len() / 2], rows[rows.len() - 1]);
+    Check { median, worst, allowed, allowed_worst: WORST_ROW * allowed }
 }
 
 /// How far `found` is from `reference`, rows of `vocab` logits.
@@ -233,6 +244,7 @@ pub(crate) fn likeliest(logits: &[f32]) -> usize {
 pub fn default_tokens(stepper: &Stepper, count: usize) -> Vec<u32> {
     let config = &stepper.model().config;
     let vocab = config.vocab.min(config.per_layer.map_or(usize::MAX, |p| p.vocab));
-    let ids = (1..count).map(|i| ((i * 7919 + 13) % vocab) as u32);
-    std::iter::once(config.bos).chain(ids).collect()
+    // Placeholders of pictures stand for other rows, and not every form of a model says which they are.
+    let ids = (1..).map(|i: usize| ((i * 7919 + 13) % vocab) as u32).filter(|&id| config.lookup_id(id) == id);
+    std::iter::once(config.bos).chain(ids).take(count).collect()
 }
