@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 
 use clap::{Args, ValueEnum};
-use lapidary::{Compute, EmbedScale, KvFormat, Level, LoadOptions};
+use lapidary::{Compute, Device, EmbedScale, KvFormat, Level, LoadOptions};
 
 /// Longest context that can be asked for; every byte count of it fits 64 bits.
 const MAX_CONTEXT: i64 = 1 << 24;
@@ -45,10 +45,10 @@ pub struct LoadArgs {
 /// What a model runs on, and in which number types.
 #[derive(Clone, Debug, Args)]
 pub struct DeviceArgs {
-    /// The device to run on
-    #[arg(long, value_enum, default_value_t = Device::Cpu)]
+    /// The device to run on: cpu, cuda or cuda:N
+    #[arg(long, value_name = "DEVICE", default_value_t = Device::Cpu, value_parser = str::parse::<Device>)]
     pub device: Device,
-    /// Element type of stored keys and values; f32 with f32 arithmetic and f16 otherwise when not given
+    /// Element type of stored keys and values; when not given f32 with f32 arithmetic, otherwise f16, and bf16 on a GPU
     #[arg(long, value_enum)]
     pub kv: Option<KvArg>,
     /// Instruction set to use at most, for comparisons; the best of this processor when not given
@@ -75,13 +75,6 @@ pub struct ComputeFlag {
     /// Arithmetic: f32 is exact, fast multiplies with quantised activations
     #[arg(long, value_enum, default_value_t = ComputeArg::of(LoadOptions::default().compute))]
     pub compute: ComputeArg,
-}
-
-/// Devices.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Device {
-    /// The processor
-    Cpu,
 }
 
 /// Arithmetic modes.
@@ -189,8 +182,8 @@ impl ScaleArg {
 impl DeviceArgs {
     /// The choices as the library takes them.
     pub fn options(&self, compute: ComputeArg) -> LoadOptions {
-        let Device::Cpu = self.device;
         LoadOptions {
+            device: self.device,
             compute: compute.compute(),
             kv: self.kv.map(KvArg::format),
             level: self.level.map(LevelArg::level),

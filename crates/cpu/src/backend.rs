@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use lapidary_formats::{Format, TensorView};
 use lapidary_ops::{
-    Act, ActKind, ActRows, ActSpec, Backend, Batch, BatchShape, DeviceReport, Error, FileMap, Gain,
+    Act, ActKind, ActRows, ActSpec, Backend, Batch, BatchShape, DeviceReport, Error, FileMap, Gain, Group,
     KernelReport, KvPlan, KvRef, Mat, MemoryUse, Ops, Outcome, PAGE_TOKENS, PassTiming, Projections, Result,
     SteerSet,
 };
@@ -15,6 +15,7 @@ use crate::int8;
 use crate::kv::{self, KvPools, Side};
 use crate::level::{Isa, Level};
 use crate::matrix::{Maps, Matrix, Packing};
+use crate::memory::Slabs;
 use crate::ops::CpuOps;
 use crate::pass::{Pass, Scratch, Upload, Workspace};
 use crate::team::Team;
@@ -46,6 +47,7 @@ pub struct CpuBackend {
     isa: Isa,
     compute: Compute,
     maps: Vec<FileMap>,
+    slabs: Slabs,
     team: Team,
     acts: Vec<Buffer>,
     mats: Vec<Matrix>,
@@ -82,6 +84,7 @@ impl CpuBackend {
             isa,
             compute: options.compute,
             maps: Vec::new(),
+            slabs: Slabs::default(),
             team,
             acts: Vec::new(),
             mats: Vec::new(),
@@ -104,7 +107,7 @@ impl CpuBackend {
 
     fn packing(&self) -> Packing<'_> {
         let int8 = self.compute == Compute::Fast;
-        Packing { isa: self.isa, int8, team: &self.team, maps: Maps(&self.maps) }
+        Packing { isa: self.isa, int8, team: &self.team, slabs: &self.slabs, maps: Maps(&self.maps) }
     }
 
     fn keep(&mut self, matrix: Matrix) -> Result<Mat> {
@@ -318,6 +321,14 @@ impl Backend for CpuBackend {
             }
         }
         Ok(())
+    }
+
+    fn page_read(&mut self, group: Group, page: usize, out: &mut Vec<u8>) -> Result<()> {
+        self.kv.read_page(group, page, out)
+    }
+
+    fn page_write(&mut self, group: Group, page: usize, bytes: &[u8]) -> Result<()> {
+        self.kv.write_page(group, page, bytes)
     }
 
     fn memory(&self) -> MemoryUse {

@@ -147,7 +147,7 @@ unsafe impl Sync for Workspace {}
 
 impl Workspace {
     pub fn empty() -> Result<Workspace> {
-        Ok(Workspace(UnsafeCell::new(Aligned::zeroed(0, "the workspace")?)))
+        Ok(Workspace(UnsafeCell::new(Aligned::empty())))
     }
 
     /// Bytes held.

@@ -75,6 +75,8 @@ struct Inner {
 pub(crate) struct Shared {
     pub config: Config,
     pub options: SchedulerOptions,
+    /// Whether prompts' blocks are named, since prefixes are kept.
+    named: bool,
     gate: Mutex<Gate>,
     ended: Condvar,
     stats: Mutex<EngineStats>,
@@ -127,11 +129,12 @@ impl Engine {
         let shared = Arc::new(Shared {
             config: runner.model().config.clone(),
             options: options.scheduler,
+            named: options.prefix.enabled,
             gate: Mutex::default(),
             ended: Condvar::new(),
             stats: Mutex::default(),
         });
-        let worker = Worker::new(runner, options, shared.clone(), inbox)?;
+        let worker = Worker::new(runner, options, shared.clone(), commands.clone(), inbox)?;
         let thread = std::thread::Builder::new().name("lapidary-engine".into());
         let thread = thread.spawn(move || worker.run()).map_err(|e| {
             Error::Backend(lapidary_ops::Error::Device(format!("starting the engine's thread: {e}")))
@@ -154,7 +157,7 @@ impl Engine {
         let prompt = std::mem::take(&mut request.prompt);
         let active = Active::new(&shared.config, &prompt, request, submitted)?;
         let submission = Submission { prompt, max_tokens, stop_ids: active.stop_ids().to_vec(), priority };
-        let prepared = Prepared::new(&shared.config, &shared.options, submission)?;
+        let prepared = Prepared::new(&shared.config, &shared.options, shared.named, submission)?;
         let mut gate = shared.gate();
         if gate.closed {
             return Err(Error::ShuttingDown);
@@ -263,7 +266,12 @@ fn pages(runner: &Runner, options: &EngineOptions) -> Result<[usize; GROUPS]> {
     if options.sequences == 0 {
         return Err(Error::Zero { what: "sequences" });
     }
-    let s = &options.scheduler;
-    let need = PagePool::new(runner.plan(), s.rollback).need(s.context, s.rows);
-    Ok(Group::ALL.map(|group| 1 + options.sequences.saturating_mul(need[group.index()])))
+    let (s, plan) = (&options.scheduler, runner.plan());
+    let need = PagePool::new(plan, options.prefix.rollback(s.rollback)).need(s.context, s.rows);
+    let mut pages = Group::ALL.map(|group| 1 + options.sequences.saturating_mul(need[group.index()]));
+    // More than a sliding page for each full one is of no use.
+    let most = pages[Group::Full.index()];
+    let sliding = &mut pages[Group::Sliding.index()];
+    *sliding = sliding.saturating_add(options.prefix.snapshot_pages(plan)?).min(most.max(*sliding));
+    Ok(pages)
 }

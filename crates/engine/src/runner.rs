@@ -5,7 +5,8 @@ use std::time::Instant;
 use lapidary_model::kv_plan::kv_plan;
 use lapidary_model::{Model, forward};
 use lapidary_ops::{
-    Backend, Batch, BatchShape, DeviceReport, GROUPS, KvFormat, KvPlan, MemoryUse, Ops, Outcome, SteerSet,
+    Backend, Batch, BatchShape, DeviceReport, GROUPS, Group, KvFormat, KvPlan, MemoryUse, Ops, Outcome,
+    PassTiming, SteerSet,
 };
 
 use crate::error::{Error, Result};
@@ -145,7 +146,8 @@ impl Runner {
     pub fn collect(&mut self) -> Result<Outcome> {
         let outcome = self.backend.collect()?;
         if let Some(profiler) = &mut self.profiler {
-            profiler.end(outcome.timing.as_ref());
+            let timing = outcome.timing.clone().or_else(|| PassTiming::from_phases(&outcome.phases));
+            profiler.end(timing.as_ref());
         }
         Ok(outcome)
     }
@@ -204,6 +206,22 @@ impl Runner {
     pub fn visit_logits(&mut self, rows: &[usize], visit: &mut dyn FnMut(usize, &[f32])) -> Result<()> {
         let logits = self.model.acts.logits;
         Ok(self.backend.visit_rows(logits, rows, visit)?)
+    }
+
+    /// Appends the bytes of one page of a group, as the device stores them.
+    ///
+    /// # Errors
+    /// `Backend` where the device cannot hand pages out.
+    pub fn page_read(&mut self, group: Group, page: usize, out: &mut Vec<u8>) -> Result<()> {
+        Ok(self.backend.page_read(group, page, out)?)
+    }
+
+    /// Puts back what [`Runner::page_read`] gave, into any page of the group.
+    ///
+    /// # Errors
+    /// `Backend`; nothing has changed then.
+    pub fn page_write(&mut self, group: Group, page: usize, bytes: &[u8]) -> Result<()> {
+        Ok(self.backend.page_write(group, page, bytes)?)
     }
 
     pub(crate) fn backend(&mut self) -> &mut dyn Backend {

@@ -12,24 +12,41 @@ use std::collections::{HashMap, VecDeque};
 use std::mem;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, TryRecvError};
+use std::sync::mpsc::{Receiver, Sender, TryRecvError};
 use std::time::{Duration, Instant};
 
-use lapidary_ops::{Batch, Group, Outcome, TailRows};
+use lapidary_ops::{Batch, Group, Outcome, PAGE_TOKENS, TailRows};
+use sha2::{Digest, Sha256};
 
 use crate::active::{Active, Reads, TokenTime, guarded, message};
 use crate::engine::{EngineOptions, Shared};
 use crate::error::{Error, Result};
 use crate::generate::FinishReason;
 use crate::metrics::{EngineStats, PageUse};
+use crate::prefix::{LoadedPages, PrefixOptions, Store};
 use crate::request::{EngineEvent, EngineFinish, FailureKind};
 use crate::runner::Runner;
-use crate::scheduler::{EndReason, Plan, Prepared, Produced, RequestId, Scheduler, SchedulerEvent};
+use crate::scheduler::{EndReason, Plan, Prepared, Produced, RequestId, Scheduler, SchedulerEvent, Wanted};
+
+/// Changes when stored pages of earlier versions must not be read any more.
+const LAYOUT: &str = "lapidary pages 1";
+/// How often an engine looks at the time while all its requests wait for stored pages.
+const IDLE_LOOK: Duration = Duration::from_millis(5);
 
 /// What the thread is told.
 pub(crate) enum Command {
-    Submit { id: RequestId, prepared: Box<Prepared>, active: Box<Active> },
+    Submit {
+        id: RequestId,
+        prepared: Box<Prepared>,
+        active: Box<Active>,
+    },
     Cancel(RequestId),
+    /// Stored pages for the beginning of a request that waits for them, unless they turned out to be useless.
+    Loaded {
+        id: RequestId,
+        wanted: Wanted,
+        pages: Option<LoadedPages>,
+    },
     Shutdown,
 }
 
@@ -41,6 +58,11 @@ pub(crate) struct Worker {
     shared: Arc<Shared>,
     inbox: Receiver<Command>,
     active: HashMap<RequestId, Box<Active>>,
+    store: Option<Store>,
+    /// To hand to whoever reads stored pages.
+    commands: Sender<Command>,
+    /// Requests whose stored pages are being read.
+    loading: HashMap<RequestId, Box<Prepared>>,
     /// Requests of a pass that failed, to be run alone.
     suspects: VecDeque<RequestId>,
     batch: Batch,
@@ -55,9 +77,12 @@ impl Worker {
         runner: Runner,
         options: EngineOptions,
         shared: Arc<Shared>,
+        commands: Sender<Command>,
         inbox: Receiver<Command>,
     ) -> Result<Worker> {
         let scheduler = scheduler(&runner, &options)?;
+        let mut runner = runner;
+        let store = open_store(&mut runner, &options.prefix)?;
         let mut worker = Worker {
             runner,
             scheduler,
@@ -65,6 +90,9 @@ impl Worker {
             shared,
             inbox,
             active: HashMap::new(),
+            store,
+            commands,
+            loading: HashMap::new(),
             suspects: VecDeque::new(),
             batch: Batch::default(),
             begun: Instant::now(),
@@ -86,6 +114,7 @@ impl Worker {
             self.obey(command);
         }
         self.end_all(&EngineFinish::Failed(FailureKind::ShuttingDown));
+        self.store_left();
         self.publish();
     }
 
@@ -95,6 +124,7 @@ impl Worker {
             let device = self.stats.device_time;
             self.expire(start);
             self.step();
+            self.store_left();
             let spent = start.elapsed();
             self.stats.host_time += spent.saturating_sub(self.stats.device_time - device);
             self.publish();
@@ -105,6 +135,14 @@ impl Worker {
     fn take_commands(&mut self) -> bool {
         if self.active.is_empty() && !self.inbox.recv().is_ok_and(|command| self.obey(command)) {
             return false;
+        }
+        if self.scheduler.is_idle() && !self.active.is_empty() {
+            // All there are wait for stored pages, or for the end of their time.
+            if let Ok(command) = self.inbox.recv_timeout(IDLE_LOOK)
+                && !self.obey(command)
+            {
+                return false;
+            }
         }
         loop {
             match self.inbox.try_recv() {
@@ -122,9 +160,22 @@ impl Worker {
     fn obey(&mut self, command: Command) -> bool {
         match command {
             Command::Submit { id, prepared, active } => {
-                let submitted = active.submitted.saturating_duration_since(self.begun);
                 self.active.insert(id, active);
-                self.scheduler.enqueue(id, *prepared, submitted);
+                self.take_in(id, prepared);
+                true
+            }
+            Command::Loaded { id, wanted, pages } => {
+                // Ended in the meantime, unless it is there.
+                if let Some(prepared) = self.loading.remove(&id) {
+                    match pages {
+                        Some(pages) => {
+                            self.import(&prepared, &wanted, &pages);
+                            self.queue(id, *prepared);
+                        }
+                        // Less may be stored than it seemed.
+                        None => self.take_in(id, prepared),
+                    }
+                }
                 true
             }
             Command::Cancel(id) => {
@@ -132,6 +183,65 @@ impl Worker {
                 true
             }
             Command::Shutdown => false,
+        }
+    }
+
+    /// Queues a request, once what is stored of its beginning was read.
+    fn take_in(&mut self, id: RequestId, prepared: Box<Prepared>) {
+        if let Some(store) = &self.store
+            && let Some(wanted) = self.scheduler.stored(&prepared, store)
+        {
+            let (commands, names) = (self.commands.clone(), wanted.pages.clone());
+            store.load(names, move |pages| {
+                // An engine that is gone has no use for them.
+                let _ = commands.send(Command::Loaded { id, wanted, pages });
+            });
+            self.loading.insert(id, prepared);
+            return;
+        }
+        self.queue(id, *prepared);
+    }
+
+    fn queue(&mut self, id: RequestId, prepared: Prepared) {
+        let Some(active) = self.active.get(&id) else { return };
+        let submitted = active.submitted.saturating_duration_since(self.begun);
+        self.scheduler.enqueue(id, prepared, submitted);
+    }
+
+    /// Puts pages that were read where the request will find them.
+    fn import(&mut self, prepared: &Prepared, wanted: &Wanted, pages: &LoadedPages) {
+        let Some(import) = self.scheduler.import(prepared, wanted) else { return };
+        let mut filled = true;
+        for (group, pages) in [(Group::Sliding, &pages.sliding), (Group::Full, &pages.full)] {
+            for (block, bytes) in pages {
+                let page = import.pages.page(group, *block).expect("one for each that was wanted");
+                filled &= self.runner.page_write(group, page as usize, bytes).is_ok();
+            }
+        }
+        self.scheduler.keep_import(prepared, import, filled);
+    }
+
+    /// Stores what requests that have ended left.
+    fn store_left(&mut self) {
+        let Some(store) = &self.store else { return };
+        for left in self.scheduler.take_left() {
+            for &blocks in &left.snapshots {
+                let full = (0..blocks).map(|block| (Group::Full, block));
+                let first = self.scheduler.window_from(blocks).unwrap_or(blocks);
+                let sliding = (first..blocks).map(|block| (Group::Sliding, block));
+                for (group, block) in full.chain(sliding) {
+                    let name = (group, left.keys[block]);
+                    if store.has(name) {
+                        continue;
+                    }
+                    // Given up for others already, it may be.
+                    let Some(page) = self.scheduler.kept_page(&left, blocks, group, block) else { break };
+                    let mut bytes = Vec::new();
+                    if self.runner.page_read(group, page as usize, &mut bytes).is_ok() {
+                        store.save(name, bytes);
+                    }
+                }
+            }
         }
     }
 
@@ -327,6 +437,7 @@ impl Worker {
     /// Ends a request, wherever it stands; nothing happens to one that has ended.
     fn leave(&mut self, id: RequestId, reason: EngineFinish) {
         self.scheduler.cancel(id);
+        self.loading.remove(&id);
         if let Some(active) = self.active.remove(&id) {
             self.end(*active, reason);
         }
@@ -368,6 +479,7 @@ impl Worker {
     /// After a panic of the loop's own: nothing that it held can be relied on.
     fn start_afresh(&mut self, message: &str) {
         self.suspects.clear();
+        self.loading.clear();
         self.scheduler = scheduler(&self.runner, &self.options).expect("it was made with these sizes before");
         self.end_all(&EngineFinish::Failed(FailureKind::Panicked(message.to_owned())));
         self.publish();
@@ -375,15 +487,37 @@ impl Worker {
 
     fn publish(&mut self) {
         self.stats.scheduler = self.scheduler.stats();
+        self.stats.store = self.store.as_ref().map(Store::stats);
         let pool = self.scheduler.pool();
         self.stats.pages = Group::ALL.map(|group| {
-            let (total, free) = (pool.total(group), pool.available(group));
-            PageUse { total, live: total - free, kept: 0 }
+            let (total, available) = (pool.total(group), pool.available(group));
+            PageUse { total, live: total - available, kept: pool.idle(group) }
         });
         self.shared.publish(&self.stats, mem::take(&mut self.ended));
     }
 }
 
 fn scheduler(runner: &Runner, options: &EngineOptions) -> Result<Scheduler> {
-    Scheduler::new(runner.model().config.clone(), runner.plan(), options.scheduler)
+    let config = runner.model().config.clone();
+    Scheduler::with_prefix(config, runner.plan(), options.scheduler, options.prefix.clone())
+}
+
+/// The store that the options ask for.
+fn open_store(runner: &mut Runner, options: &PrefixOptions) -> Result<Option<Store>> {
+    let Some(dir) = options.dir.as_ref().filter(|_| options.enabled) else { return Ok(None) };
+    // A device that cannot hand pages out says so here and not at every page.
+    for group in Group::ALL {
+        runner.page_read(group, 0, &mut Vec::new())?;
+    }
+    let (report, plan, config) = (runner.report(), runner.plan(), &runner.model().config);
+    let layout = plan.groups.each_ref().map(|g| (g.layers.clone(), g.format, g.window));
+    // All that keys and values, bit by bit, follow from beside the prompt.
+    let origin = format!(
+        "{LAYOUT} {PAGE_TOKENS} {:?} {} {} {} {} {} {layout:?}",
+        dir.model, report.backend, report.level, report.mode, config.model_type, config.hidden
+    );
+    let identity = Sha256::digest(origin.as_bytes()).into();
+    let page_bytes =
+        plan.groups.each_ref().map(|g| (0..g.layers.len()).map(|layer| g.page_bytes(layer)).sum());
+    Ok(Some(Store::open(dir, identity, page_bytes)?))
 }

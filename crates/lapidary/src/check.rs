@@ -9,6 +9,7 @@ use lapidary_model::Config;
 use lapidary_ops::DeviceReport;
 use lapidary_weights::{Checkpoint, ExpertPart, LayerRole, Role};
 
+use crate::device::Device;
 use crate::host;
 use crate::plan::MemoryPlan;
 
@@ -101,7 +102,7 @@ pub fn device(report: &DeviceReport, formats: &[Format]) -> Vec<Finding> {
 }
 
 /// Whether the plan fits the memory that is left.
-pub fn fit(plan: &MemoryPlan, context: usize) -> Finding {
+pub fn fit(plan: &MemoryPlan, context: usize, device: Device) -> Finding {
     let needed = plan.total();
     let parts = format!(
         "{} for a context of {context} (weights {}, keys and values {}, activations {})",
@@ -110,7 +111,7 @@ pub fn fit(plan: &MemoryPlan, context: usize) -> Finding {
         size(plan.kv_bytes()),
         size(plan.activation_bytes())
     );
-    let (level, rest) = match host::memory().available {
+    let (level, rest) = match device.available() {
         Some(available) if needed > available => (
             Level::Fail,
             format!(", {} are available; lower --ctx or take a smaller quantisation", size(available)),

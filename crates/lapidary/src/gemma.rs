@@ -4,11 +4,10 @@ use std::collections::VecDeque;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use lapidary_cpu::{CpuBackend, CpuOptions};
 use lapidary_engine::generate::{Generation, Request};
 use lapidary_engine::{Prompt, Runner, Stepper};
 use lapidary_model::{BuildOptions, Config, Family, Limits, Model, Progress};
-use lapidary_ops::{Backend, SteerSet};
+use lapidary_ops::SteerSet;
 use lapidary_text::{
     Builtin, ChatInput, ChatTemplate, OutputOptions, OutputParser, Specials, StreamDecoder, Tokenizer, Tools,
 };
@@ -81,36 +80,10 @@ impl Gemma {
         progress: &mut dyn FnMut(Progress),
     ) -> Result<Gemma> {
         let start = Instant::now();
-        // A vocabulary of 262,144 pieces takes longer to index than a small model to pack: side by side.
-        let (stepper, tokenizer) = std::thread::scope(|scope| {
-            let tokenizer = scope.spawn(|| text_source::tokenizer(checkpoint));
-            let stepper = load_stepper(checkpoint, options, progress);
-            let tokenizer = tokenizer.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-            (stepper, tokenizer)
-        });
-        let (stepper, tokenizer) = (stepper?, tokenizer?);
-        let config = &stepper.model().config;
-        if tokenizer.vocab_size() as usize > config.vocab {
-            let tokenizer = tokenizer.vocab_size() as usize;
-            return Err(Error::VocabularyMismatch { tokenizer, model: config.vocab });
-        }
-        let defaults = Defaults::new(config, text_source::generation(checkpoint).as_ref(), Some(&tokenizer))?;
-        let mut notes = load_notes(checkpoint, config)?;
-        let (template, template_source) = match text_source::template(checkpoint)? {
-            Some(source) => (ChatTemplate::new(&source)?, TemplateSource::Checkpoint),
-            None => {
-                let builtin = builtin_template(config);
-                notes.push(format!(
-                    "the checkpoint has no chat template; the built-in {builtin:?} one is used"
-                ));
-                (ChatTemplate::builtin(builtin), TemplateSource::BuiltIn)
-            }
-        };
-        let unknown = template.unknown_markers(&tokenizer);
-        if !unknown.is_empty() {
-            let list = unknown.join(" ");
-            notes.push(format!("the chat template writes markers that the vocabulary does not have: {list}"));
-        }
+        let (runner, text) = load_with_text(checkpoint, options, progress)?;
+        let context = options.context_for(&runner.model().config);
+        let stepper = Stepper::new(runner, context);
+        let LoadedText { tokenizer, template, template_source, defaults, notes } = text;
         Ok(Gemma {
             stepper,
             tokenizer,
@@ -323,7 +296,54 @@ fn start<'a>(
     })
 }
 
-/// Builds a checkpoint's model on the CPU, without any text.
+/// What a model brings beside its weights.
+#[derive(Debug)]
+pub(crate) struct LoadedText {
+    pub tokenizer: Tokenizer,
+    pub template: ChatTemplate,
+    pub template_source: TemplateSource,
+    pub defaults: Defaults,
+    pub notes: Vec<String>,
+}
+
+/// Builds a checkpoint's model on its device and reads its text.
+pub(crate) fn load_with_text(
+    checkpoint: &Checkpoint,
+    options: &LoadOptions,
+    progress: &mut dyn FnMut(Progress),
+) -> Result<(Runner, LoadedText)> {
+    // A vocabulary of 262,144 pieces takes longer to index than a small model to pack: side by side.
+    let (runner, tokenizer) = std::thread::scope(|scope| {
+        let tokenizer = scope.spawn(|| text_source::tokenizer(checkpoint));
+        let runner = load_runner(checkpoint, options, progress);
+        let tokenizer = tokenizer.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        (runner, tokenizer)
+    });
+    let (runner, tokenizer) = (runner?, tokenizer?);
+    let config = &runner.model().config;
+    if tokenizer.vocab_size() as usize > config.vocab {
+        let tokenizer = tokenizer.vocab_size() as usize;
+        return Err(Error::VocabularyMismatch { tokenizer, model: config.vocab });
+    }
+    let defaults = Defaults::new(config, text_source::generation(checkpoint).as_ref(), Some(&tokenizer))?;
+    let mut notes = load_notes(checkpoint, config)?;
+    let (template, template_source) = match text_source::template(checkpoint)? {
+        Some(source) => (ChatTemplate::new(&source)?, TemplateSource::Checkpoint),
+        None => {
+            let builtin = builtin_template(config);
+            notes.push(format!("the checkpoint has no chat template; the built-in {builtin:?} one is used"));
+            (ChatTemplate::builtin(builtin), TemplateSource::BuiltIn)
+        }
+    };
+    let unknown = template.unknown_markers(&tokenizer);
+    if !unknown.is_empty() {
+        let list = unknown.join(" ");
+        notes.push(format!("the chat template writes markers that the vocabulary does not have: {list}"));
+    }
+    Ok((runner, LoadedText { tokenizer, template, template_source, defaults, notes }))
+}
+
+/// Builds a checkpoint's model on its device, without any text.
 ///
 /// # Errors
 /// As [`Gemma::load`].
@@ -332,20 +352,28 @@ pub fn load_stepper(
     options: &LoadOptions,
     progress: &mut dyn FnMut(Progress),
 ) -> Result<Stepper> {
+    let runner = load_runner(checkpoint, options, progress)?;
+    let context = options.context_for(&runner.model().config);
+    Ok(Stepper::new(runner, context))
+}
+
+fn load_runner(
+    checkpoint: &Checkpoint,
+    options: &LoadOptions,
+    progress: &mut dyn FnMut(Progress),
+) -> Result<Runner> {
     let mut config = Config::from_checkpoint(checkpoint)?;
     if let Some(cap) = options.final_softcap {
         let own = config.final_softcap.map_or("none".to_owned(), |own| own.to_string());
         config.notes.push(format!("final logit softcap {cap} as asked, in place of the checkpoint's {own}"));
         config.final_softcap = Some(cap);
     }
-    let cpu = CpuOptions { threads: options.threads, compute: options.compute, level: options.level };
-    let mut backend: Box<dyn Backend> = Box::new(CpuBackend::new(cpu)?);
+    let mut backend = options.device.backend(options)?;
     let context = options.context_for(&config);
     let limits = Limits { rows: options.chunk.clamp(1, context.max(1)), head_rows: options.head_rows.max(1) };
     let build = BuildOptions { limits, embed_scale: options.embed_scale };
     let model = Model::build(config, checkpoint, backend.as_mut(), &build, progress)?;
-    let runner = Runner::new(model, backend, [options.kv_format(); 2], context)?;
-    Ok(Stepper::new(runner, context))
+    Ok(Runner::new(model, backend, [options.kv_format(); 2], context)?)
 }
 
 /// What the checkpoint and its config give cause to say, once the model is built.
@@ -367,7 +395,7 @@ fn load_notes(checkpoint: &Checkpoint, config: &Config) -> Result<Vec<String>> {
     Ok(notes)
 }
 
-fn builtin_template(config: &Config) -> Builtin {
+pub(crate) fn builtin_template(config: &Config) -> Builtin {
     match config.family {
         Family::Gemma3 => Builtin::Gemma3,
         Family::Gemma4 if config.per_layer.is_some() => Builtin::Gemma4Small,

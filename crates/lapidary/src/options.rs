@@ -5,7 +5,9 @@ use std::sync::Arc;
 pub use lapidary_cpu::{Compute, Level};
 use lapidary_engine::sampling::SamplingParams;
 use lapidary_model::{Config, EmbedScale};
-use lapidary_ops::KvFormat;
+use lapidary_ops::{Format, KvFormat};
+
+use crate::device::Device;
 
 use crate::capture::CaptureSpec;
 use crate::steering::Steering;
@@ -24,7 +26,8 @@ pub struct LoadOptions {
     pub threads: Option<usize>,
     /// Arithmetic: true float32, or quantised activations.
     pub compute: Compute,
-    /// Element type of keys and values; float32 in the float32 mode and f16 otherwise when not given.
+    /// Element type of keys and values; float32 in the float32 mode when not given, otherwise f16 on the
+    /// processor and bf16 on a GPU.
     pub kv: Option<KvFormat>,
     /// How embeddings are scaled.
     pub embed_scale: EmbedScale,
@@ -32,6 +35,13 @@ pub struct LoadOptions {
     pub final_softcap: Option<f32>,
     /// Forces the instruction set down, for tests and emergencies.
     pub level: Option<Level>,
+    /// What the model runs on.
+    pub device: Device,
+    /// Measures the device time of each phase of a pass, where the device can.
+    pub profile: bool,
+    /// Puts random values of this format in the place of every matrix, so that speed can be measured without a
+    /// checkpoint; on a GPU only.
+    pub random_weights: Option<Format>,
 }
 
 impl Default for LoadOptions {
@@ -46,6 +56,9 @@ impl Default for LoadOptions {
             embed_scale: EmbedScale::Auto,
             final_softcap: None,
             level: None,
+            device: Device::Cpu,
+            profile: false,
+            random_weights: None,
         }
     }
 }
@@ -61,9 +74,10 @@ impl LoadOptions {
 
     /// The element type of keys and values.
     pub fn kv_format(&self) -> KvFormat {
-        self.kv.unwrap_or(match self.compute {
-            Compute::F32 => KvFormat::F32,
-            Compute::Fast => KvFormat::F16,
+        self.kv.unwrap_or(match (self.compute, self.device) {
+            (Compute::F32, _) => KvFormat::F32,
+            (Compute::Fast, Device::Cpu) => KvFormat::F16,
+            (Compute::Fast, Device::Cuda { .. }) => KvFormat::Bf16,
         })
     }
 }

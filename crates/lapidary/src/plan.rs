@@ -4,7 +4,8 @@
 //! The buffers are listed as the model's builder makes them; a test holds the list, and the sums, against what a
 //! backend allocates for every variant.
 
-use lapidary_cpu::{Compute, footprint};
+use crate::device::Device;
+use lapidary_cpu::Compute;
 use lapidary_formats::Format;
 use lapidary_model::kv_plan::kv_plan;
 use lapidary_model::{Config, Limits};
@@ -24,6 +25,8 @@ pub struct PlanOptions {
     pub kv: [KvFormat; GROUPS],
     /// Arithmetic mode: the fast one packs matrices and keeps inputs in int8 blocks too.
     pub compute: Compute,
+    /// Where the model will be.
+    pub device: Device,
 }
 
 /// Bytes that a model will take once it is loaded.
@@ -47,6 +50,7 @@ pub struct MemoryPlan {
     /// Bytes of keys and values that each layer reads for one visible position, and whether its window limits them.
     readers: Vec<(u64, Option<usize>)>,
     compute: Compute,
+    device: Device,
 }
 
 /// How much of the used matrices one format takes.
@@ -73,9 +77,10 @@ impl MemoryPlan {
             activations: activations(config, options.limits),
             experts_bytes: config.moe.map_or(0, |m| {
                 let (rows, hidden) = (options.limits.rows, config.hidden);
-                footprint::experts_bytes(rows, m.top_k, m.width, hidden, options.compute) as u64
+                options.device.experts_bytes(rows, m.top_k, m.width, hidden, options.compute) as u64
             }),
             compute: options.compute,
+            device: options.device,
             weight_bytes_per_token: 0,
             active_parameters: 0,
         };
@@ -106,7 +111,7 @@ impl MemoryPlan {
             // Of a table only rows are read, so it stays as it is.
             Share::OneRow => None,
             Share::Whole | Share::Experts { .. } => {
-                footprint::packed_bytes(stored.format, rows, cols, self.compute)
+                self.device.packed_bytes(stored.format, rows, cols, self.compute)
             }
         };
         let bytes = packed.map_or(stored.bytes, |b| b as u64);
@@ -144,7 +149,7 @@ impl MemoryPlan {
 
     /// Bytes of all activation buffers and of what experts keep between their products.
     pub fn activation_bytes(&self) -> u64 {
-        let bytes = |a: &ActSpec| footprint::activation_bytes(a, self.compute) as u64;
+        let bytes = |a: &ActSpec| self.device.activation_bytes(a, self.compute) as u64;
         self.activations.iter().map(bytes).sum::<u64>() + self.experts_bytes
     }
 

@@ -22,7 +22,9 @@ use lapidary_weights::safetensors::{Dtype, NewTensor, write};
 use lapidary_weights::{Checkpoint, ExpertPart, LayerRole, Role};
 use serde_json::Value;
 
-const BACKENDS: [On; 2] = [On::Reference, On::Cpu { threads: 2 }];
+fn backends() -> Vec<On> {
+    [On::Reference, On::Cpu { threads: 2 }].into_iter().chain(common::gpu()).collect()
+}
 
 /// Layers of the wide model: two sliding ones and a full one.
 const LAYERS: usize = 3;
@@ -171,7 +173,7 @@ fn logits(model: &Path, on: On) -> Vec<f32> {
 }
 
 fn same_logits(what: &str, model: &Path, plain: &Path) {
-    for on in BACKENDS {
+    for on in backends() {
         let report = compare(&logits(model, on), &logits(plain, on));
         assert_close(&format!("{what} on {on:?}"), &report, Limits::FLOAT32);
     }
@@ -297,7 +299,7 @@ fn h06_the_head_is_what_the_file_holds() {
     assert_eq!(Checkpoint::open(&tied).unwrap().head_differs().unwrap(), None);
     assert_eq!(Checkpoint::open(&equal).unwrap().head_differs().unwrap(), Some(false));
     assert_eq!(Checkpoint::open(&different).unwrap().head_differs().unwrap(), Some(true));
-    for on in BACKENDS {
+    for on in backends() {
         let expected = logits(&tied, on);
         assert!(logits(&equal, on) == expected, "an equal head changes nothing");
         let half: Vec<f32> = expected.iter().map(|z| 30.0 * ((z / 30.0).atanh() / 2.0).tanh()).collect();
@@ -320,7 +322,7 @@ fn h07_rotation_factors_come_from_the_file_or_are_computed_and_sliding_layers_ig
     );
     assert!(Checkpoint::open(&with).unwrap().stored(Role::RopeFreqs).is_some());
     assert!(Checkpoint::open(&without).unwrap().stored(Role::RopeFreqs).is_none());
-    for on in BACKENDS {
+    for on in backends() {
         let computed = compare(&logits(&with, on), &logits(&without, on));
         assert_close("computed factors", &computed, Limits::FLOAT32);
         let rotated = compare(&logits(&other, on), &logits(&with, on));

@@ -190,7 +190,7 @@ fn gguf_gives_the_bits_of_safetensors() {
         let ids: Vec<u32> = golden.tokens("input_ids").expect("tokens").iter().map(|&t| t as u32).collect();
         let prompt = Prompt::from(&ids[..]);
         let (_dir, path) = convert(&golden, experts);
-        for on in [On::Reference, On::Cpu { threads: 2 }] {
+        for on in [On::Reference, On::Cpu { threads: 2 }].into_iter().chain(common::gpu()) {
             let expected = logits(golden.folder(), on, &prompt);
             let found = logits(&path, on, &prompt);
             if experts == Experts::Folded {

@@ -31,8 +31,14 @@ fn plan_of(checkpoint: &Checkpoint, options: &LoadOptions) -> (Config, MemoryPla
     let config = Config::from_checkpoint(checkpoint).expect("config is read");
     let context = options.context_for(&config);
     let limits = Limits { rows: options.chunk.clamp(1, context), head_rows: options.head_rows };
-    let plan =
-        PlanOptions { context, sequences: 1, limits, kv: [options.kv_format(); 2], compute: options.compute };
+    let plan = PlanOptions {
+        context,
+        sequences: 1,
+        limits,
+        kv: [options.kv_format(); 2],
+        compute: options.compute,
+        device: options.device,
+    };
     let plan = MemoryPlan::new(checkpoint, &config, &plan);
     (config, plan)
 }

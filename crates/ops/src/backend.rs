@@ -6,8 +6,8 @@ use lapidary_formats::{FileMap, Format, TensorView};
 
 use crate::batch::{Batch, BatchError, BatchShape};
 use crate::handles::{Act, ActSpec, Gain, Mat};
-use crate::kv::{KvPlan, KvRef};
-use crate::ops::{Ops, TapPoint};
+use crate::kv::{Group, KvPlan, KvRef};
+use crate::ops::{Ops, Phase, TapPoint};
 use crate::steer::{Projections, SteerSet};
 use crate::timing::PassTiming;
 
@@ -47,6 +47,10 @@ pub struct Outcome {
     pub projections: Projections,
     /// The pass's times, when [`Backend::timings`] asked for them.
     pub timing: Option<PassTiming>,
+    /// Microseconds that each phase took on the device, for a backend that was made to measure them; else empty.
+    pub phases: Vec<(Phase, f64)>,
+    /// Bytes of weights that the pass read, for a backend that counts them; else 0.
+    pub weight_bytes: u64,
 }
 
 /// One copied activation, `[rows, width]` float32.
@@ -171,6 +175,9 @@ pub trait Backend: Send + fmt::Debug {
 
     /// Carries out `program`, a straight-line function of the model and `shape`. Returns once the work is
     /// done or queued.
+    ///
+    /// Programs for equal shapes whose rows are all head rows and none of them soft are the same verbs, so that a
+    /// backend may record the first and repeat it. Anything else (a sublayer alone) is given soft rows.
     fn run(&mut self, shape: &BatchShape, program: &(dyn Fn(&mut dyn Ops) + Sync)) -> Result<()>;
 
     /// Waits for the oldest run and hands over what it left.
@@ -207,6 +214,28 @@ pub trait Backend: Send + fmt::Debug {
         k: &mut [f32],
         v: &mut [f32],
     ) -> Result<()>;
+
+    /// Appends the bytes of one page of a group as stored, layer after layer, [`KvGroupPlan::page_bytes`](crate::KvGroupPlan::page_bytes) each.
+    ///
+    /// # Errors
+    /// `Unsupported` by a backend that cannot hand pages out; a page outside the pools.
+    fn page_read(&mut self, _group: Group, _page: usize, _out: &mut Vec<u8>) -> Result<()> {
+        Err(Error::Unsupported {
+            device: self.report().backend.into(),
+            what: "hand out pages of keys and values".into(),
+        })
+    }
+
+    /// Puts back what [`Backend::page_read`] handed out, into any page of the same group.
+    ///
+    /// # Errors
+    /// As `page_read`, and a wrong number of bytes; nothing has changed then.
+    fn page_write(&mut self, _group: Group, _page: usize, _bytes: &[u8]) -> Result<()> {
+        Err(Error::Unsupported {
+            device: self.report().backend.into(),
+            what: "take in pages of keys and values".into(),
+        })
+    }
 
     /// Bytes held.
     fn memory(&self) -> MemoryUse;

@@ -49,9 +49,11 @@ impl Golden {
         Golden::open(&Golden::root().join(name))
     }
 
-    /// The folder of all variants.
+    /// The folder of all variants: in the workspace that this was built in or, for a binary that was taken to
+    /// another machine, in the current directory's workspace.
     pub fn root() -> PathBuf {
-        Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/goldens")
+        let built = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/goldens");
+        if built.is_dir() { built } else { PathBuf::from("tests/goldens") }
     }
 
     /// Opens a variant's folder.

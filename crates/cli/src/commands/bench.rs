@@ -11,6 +11,7 @@ use lapidary::{Checkpoint, Config, TapPoint};
 use lapidary_engine::{Heads, Prompt, Stepper};
 use serde_json::{Value, json};
 
+use crate::commands::bench_serve;
 use crate::load;
 use crate::model_args::{ComputeFlag, DeviceArgs, ModelArgs};
 use crate::report::{Align, Table, bytes, count, median};
@@ -22,10 +23,13 @@ use crate::source;
 /// writing is to the memory's speed: each written token reads the weights once, so bandwidth / bytes is the limit.
 #[derive(Debug, clap::Args)]
 #[command(
+    args_conflicts_with_subcommands = true,
     after_help = "Examples:\n  lapidary bench -m MODEL -p 512 -n 128 -t 1,2,4 -r 5\n  lapidary bench -m MODEL -p 0 -n 128 -d 0,4096\n\n\
 t/s is the median of the repetitions, with the slowest and the fastest beside it. One more run, not counted, comes first."
 )]
 pub struct Args {
+    #[command(subcommand)]
+    pub command: Option<Command>,
     #[command(flatten)]
     pub model: ModelArgs,
     /// Prompt lengths to measure, separated by commas; 0 for none
@@ -94,7 +98,16 @@ impl Test {
     }
 }
 
+/// What else can be measured.
+#[derive(Debug, clap::Subcommand)]
+pub enum Command {
+    Serve(bench_serve::Args),
+}
+
 pub fn run(args: &Args) -> anyhow::Result<()> {
+    if let Some(Command::Serve(args)) = &args.command {
+        return bench_serve::run(args);
+    }
     let checkpoint = source::open(&args.model)?;
     let config = Config::from_checkpoint(&checkpoint)?;
     let prompts = args.prompt.iter().filter(|&&n| n > 0).map(|&n| Work::Prompt(n as usize));

@@ -37,6 +37,7 @@ pub struct Args {
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let mut report = Report { findings: Vec::new(), json: args.json };
     report.all(check::host())?;
+    report.all(args.load.device.device.findings())?;
     match source::open(&args.model) {
         Ok(checkpoint) => {
             report.add(Finding::new(Level::Ok, "files", files(&checkpoint)))?;
@@ -65,7 +66,7 @@ fn model(args: &Args, checkpoint: &Checkpoint, report: &mut Report) -> anyhow::R
     }
     report.add(check::inventory(checkpoint, &config))?;
     let plan = load::plan(checkpoint, &config, &options);
-    report.add(check::fit(&plan, options.context_for(&config)))?;
+    report.add(check::fit(&plan, options.context_for(&config), options.device))?;
     if args.full {
         let mut bar = Bar::new("reading", Unit::Bytes);
         let findings = check::tensors(checkpoint, &mut |done, total| bar.at(done, total));

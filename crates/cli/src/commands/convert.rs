@@ -3,187 +3,195 @@
 use std::io::{Write, stderr, stdout};
 use std::path::PathBuf;
 
-use clap::ValueEnum;
+use anyhow::bail;
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use lapidary::convert::{
-    ConvertOptions, ConvertReport, TensorLoss, chat_template, to_folder, to_gguf_watched,
+    ConvertOptions, ConvertReport, EncodingError, Layout, MatrixReport, Mix, Types, to_gguf_with,
+    to_safetensors,
 };
 use lapidary::text_source;
-use lapidary_model::{Config, Family};
-use lapidary_text::Builtin;
-use lapidary_weights::Checkpoint;
-use lapidary_weights::export::Layout;
+use lapidary_formats::Format;
 use serde_json::{Value, json};
 
+use crate::failure::Usage;
+use crate::model_args::ModelArgs;
 use crate::progress::{Bar, Unit};
 use crate::report::{Align, Table, bytes};
+use crate::source;
 
-/// Write a model in another format.
+/// Write a model in another number format.
 ///
-/// Writes a safetensors checkpoint as a GGUF file or as quantised safetensors, and tells what each matrix lost.
+/// Reads plain safetensors (BF16, F16 or F32) and writes a GGUF file, or a folder of safetensors in FP8, NVFP4 or INT4.
+/// Prints for every matrix how far its new values are from the old. One matrix is in memory at a time, and the result
+/// takes its name when it is complete.
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Examples:\n  lapidary convert FOLDER q8_0 -o model-q8_0.gguf\n  \
-lapidary convert FOLDER nvfp4 -o FOLDER-nvfp4\n\n\
-The relative error is the root mean square of what a matrix lost over that of its values. Router, norms and other small \
-tensors are kept; GGUF files have them in float32.")]
+#[command(after_help = "Examples:\n  lapidary convert -m ./gemma-4-E2B-it q4_k_m -o e2b-q4_k_m.gguf\n  \
+lapidary convert -m ./gemma-4-31B-it fp8 -o gemma-4-31B-it-fp8\n\n\
+Formats of GGUF files: f16, bf16, q8_0, q4_0 and q4_k_m choose types tensor by tensor as llama-quantize does; q4_0 for \
+example stores the embedding in Q6_K. With --pure, and in all other formats, every matrix has the one type. Routers and \
+norms are F32.\n\
+Formats of safetensors: fp8 (a scale a row, activations per token), fp8_block (128 x 128), fp8_tensor, nvfp4 \
+(compressed-tensors), nvfp4_modelopt, int4 (groups of 32). Embedding, head, router and norms stay as they are.")]
 pub struct Args {
-    /// The model: a folder with config.json and .safetensors files in bf16, f16 or f32
-    #[arg(value_name = "MODEL")]
-    pub model: PathBuf,
-    /// The format of its matrices
-    #[arg(value_name = "FORMAT", value_enum)]
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// The format to write
+    #[arg(value_name = "FORMAT", value_parser = formats())]
     pub format: Target,
-    /// The file to write, or the folder for safetensors
+    /// The file to write, or for safetensors the folder; it must not exist
     #[arg(short = 'o', long, value_name = "PATH")]
     pub output: PathBuf,
-    /// Write over a file that is there
+    /// Give every matrix of a GGUF file the one type, the embedding too
     #[arg(long)]
-    pub force: bool,
-    /// Tell the figures of every matrix, not of the worst ones only
-    #[arg(long)]
-    pub all: bool,
-    /// Print the figures as JSON
+    pub pure: bool,
+    /// The model's name in the GGUF file; the folder's when not given
+    #[arg(long, value_name = "NAME")]
+    pub name: Option<String>,
+    /// Print JSON
     #[arg(long)]
     pub json: bool,
 }
 
-/// Formats that can be written.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+/// What to write.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Target {
-    /// GGUF, unquantised
-    Bf16,
-    /// GGUF, unquantised
-    F16,
-    /// GGUF, 8 bits, blocks of 32
-    #[value(name = "q8_0")]
-    Q8_0,
-    /// GGUF, 4 bits, blocks of 32
-    #[value(name = "q4_0")]
-    Q4_0,
-    /// GGUF, 4 bits, blocks of 256; more bits where it hurts most
-    #[value(name = "q4_k_m")]
-    Q4KM,
-    /// Safetensors, FP8 with a scale a row
-    Fp8,
-    /// Safetensors, FP8 with a scale for each 128 x 128 block
-    #[value(name = "fp8-block")]
-    Fp8Block,
-    /// Safetensors, NVFP4 as compressed-tensors writes it
-    Nvfp4,
-    /// Safetensors, NVFP4 as ModelOpt writes it
-    #[value(name = "nvfp4-modelopt")]
-    Nvfp4Modelopt,
+    Gguf(Types),
+    Safetensors(Layout),
 }
 
-enum Way {
-    Gguf(lapidary_ops::Format, bool),
-    Folder(Layout),
-}
+const TARGETS: [(&str, Target); 24] = {
+    use Target::{Gguf, Safetensors};
+    use Types::All;
+    [
+        ("f32", Gguf(All(Format::F32))),
+        ("f16", Gguf(Types::Mix(Mix::F16))),
+        ("bf16", Gguf(Types::Mix(Mix::Bf16))),
+        ("q8_0", Gguf(Types::Mix(Mix::Q8_0))),
+        ("q4_0", Gguf(Types::Mix(Mix::Q4_0))),
+        ("q4_k_m", Gguf(Types::Mix(Mix::Q4KM))),
+        ("q4_1", Gguf(All(Format::Q4_1))),
+        ("q5_0", Gguf(All(Format::Q5_0))),
+        ("q5_1", Gguf(All(Format::Q5_1))),
+        ("q2_k", Gguf(All(Format::Q2K))),
+        ("q3_k", Gguf(All(Format::Q3K))),
+        ("q4_k", Gguf(All(Format::Q4K))),
+        ("q5_k", Gguf(All(Format::Q5K))),
+        ("q6_k", Gguf(All(Format::Q6K))),
+        ("iq4_nl", Gguf(All(Format::Iq4Nl))),
+        ("iq4_xs", Gguf(All(Format::Iq4Xs))),
+        ("mxfp4", Gguf(All(Format::Mxfp4))),
+        ("nvfp4_gguf", Gguf(All(Format::GgufNvfp4))),
+        ("fp8", Safetensors(Layout::Fp8Row)),
+        ("fp8_block", Safetensors(Layout::Fp8Block)),
+        ("fp8_tensor", Safetensors(Layout::Fp8Tensor)),
+        ("nvfp4", Safetensors(Layout::Nvfp4Divisor)),
+        ("nvfp4_modelopt", Safetensors(Layout::Nvfp4Multiplier)),
+        ("int4", Safetensors(Layout::Int4)),
+    ]
+};
 
-impl Target {
-    fn way(self) -> Way {
-        use lapidary_ops::Format;
-        match self {
-            Target::Bf16 => Way::Gguf(Format::Bf16, false),
-            Target::F16 => Way::Gguf(Format::F16, false),
-            Target::Q8_0 => Way::Gguf(Format::Q8_0, false),
-            Target::Q4_0 => Way::Gguf(Format::Q4_0, false),
-            Target::Q4KM => Way::Gguf(Format::Q4K, true),
-            Target::Fp8 => Way::Folder(Layout::Fp8Row),
-            Target::Fp8Block => Way::Folder(Layout::Fp8Block),
-            Target::Nvfp4 => Way::Folder(Layout::Nvfp4Divisor),
-            Target::Nvfp4Modelopt => Way::Folder(Layout::Nvfp4Multiplier),
-        }
-    }
+fn formats() -> impl TypedValueParser<Value = Target> {
+    let find = |name: String| TARGETS.into_iter().find(|(n, _)| *n == name).expect("one of the names").1;
+    PossibleValuesParser::new(TARGETS.map(|(name, _)| name)).map(find)
 }
 
 pub fn run(args: &Args) -> anyhow::Result<()> {
-    let checkpoint = Checkpoint::open(&args.model)?;
-    if args.output.is_file() && !args.force {
-        anyhow::bail!("{} is there already; name another, or pass --force", args.output.display());
+    if args.output.symlink_metadata().is_ok() {
+        bail!("{} exists; name another place or take it away first", args.output.display());
     }
-    let report = match args.format.way() {
-        Way::Folder(layout) => to_folder(&checkpoint, &args.output, layout)?,
-        Way::Gguf(format, medium) => {
-            let options = ConvertOptions {
-                medium,
-                chat_template: Some(template(&checkpoint)?),
-                ..ConvertOptions::new(format)
-            };
-            let mut bar = Bar::new("converting", Unit::Tensors);
-            to_gguf_watched(&checkpoint, &args.output, &options, &mut |done, all| {
-                bar.at(done as u64, all as u64)
-            })?
+    let checkpoint = source::open(&args.model)?;
+    let mut bar = Bar::new("writing", Unit::Bytes);
+    let mut progress = |w: lapidary::convert::Written| bar.at(w.done, w.total);
+    let report = match args.format {
+        Target::Gguf(types) => {
+            let types = if args.pure { Types::All(types.base()) } else { types };
+            let chat_template = text_source::template(&checkpoint)?;
+            let options = ConvertOptions { types, name: args.name.clone(), chat_template };
+            to_gguf_with(&checkpoint, &args.output, &options, &mut progress)?
         }
+        Target::Safetensors(_) if args.pure || args.name.is_some() => {
+            return Err(Usage("--pure and --name are of GGUF files; leave them out".into()).into());
+        }
+        Target::Safetensors(layout) => to_safetensors(&checkpoint, &args.output, layout, &mut progress)?,
     };
-    report.notes.iter().for_each(|note| eprintln!("note: {note}"));
-    for f in &report.fallbacks {
-        eprintln!("note: {} has rows of {} values and is in {}", f.tensor, f.cols, f.format);
+    drop(bar);
+    match args.json {
+        true => writeln!(stdout().lock(), "{:#}", as_json(args, &report))?,
+        false => {
+            stdout().lock().write_all(table(&report).render().as_bytes())?;
+            notes(args, &report)?;
+        }
     }
-    if args.json {
-        writeln!(stdout().lock(), "{:#}", as_json(&report))?;
-        return Ok(());
-    }
-    stdout().lock().write_all(table(&report, args.all).as_bytes())?;
-    writeln!(stderr(), "{}: {} tensors, {}", args.output.display(), report.tensors, bytes(report.bytes))?;
     Ok(())
 }
 
-/// The checkpoint's own template, or the project's for its family.
-fn template(checkpoint: &Checkpoint) -> anyhow::Result<String> {
-    if let Some(own) = text_source::template(checkpoint)? {
-        return Ok(own);
-    }
-    let config = Config::from_checkpoint(checkpoint)?;
-    Ok(chat_template(match config.family {
-        Family::Gemma3 => Builtin::Gemma3,
-        Family::Gemma4 if config.per_layer.is_some() => Builtin::Gemma4Small,
-        Family::Gemma4 => Builtin::Gemma4,
-    }))
-}
-
-/// Matrices that a table shows unless all are asked for.
-const WORST: usize = 12;
-
-fn table(report: &ConvertReport, all: bool) -> String {
-    let mut losses: Vec<&TensorLoss> = report.losses.iter().collect();
+fn table(report: &ConvertReport) -> Table {
+    use Align::{Left, Right};
     let mut table = Table::new(&[
-        ("tensor", Align::Left),
-        ("format", Align::Left),
-        ("size", Align::Right),
-        ("relative error", Align::Right),
-        ("largest error", Align::Right),
+        ("matrix", Left),
+        ("rows", Right),
+        ("columns", Right),
+        ("from", Left),
+        ("to", Left),
+        ("relative RMS error", Right),
+        ("largest error", Right),
+        ("largest value", Right),
     ]);
-    if !all {
-        losses.sort_by(|a, b| b.loss.relative().total_cmp(&a.loss.relative()));
-        losses.truncate(WORST);
-    }
-    for l in &losses {
-        table.row(vec![
-            l.tensor.clone(),
-            l.format.to_string(),
-            bytes(l.bytes),
-            format!("{:.6}", l.loss.relative()),
-            format!("{:.6}", l.loss.largest),
-        ]);
-    }
-    let left_out = report.losses.len() - losses.len();
-    let more = if left_out == 0 {
-        String::new()
-    } else {
-        format!("and {left_out} with smaller errors; --all shows them\n")
+    let mut add = |name: &str, [rows, cols, from, to]: [String; 4], e: &EncodingError| {
+        let errors =
+            [format!("{:.3e}", e.relative_rms()), format!("{:.3e}", e.max), format!("{:.3e}", e.largest)];
+        let cells = [name.to_owned(), rows, cols, from, to].into_iter().chain(errors);
+        table.row(cells.collect());
     };
-    table.render() + &more
+    for m in &report.matrices {
+        let cells = [m.rows.to_string(), m.cols.to_string(), m.from.to_string(), m.format.to_string()];
+        add(&m.tensor, cells, &m.error);
+    }
+    add("all", Default::default(), &total(&report.matrices));
+    table
 }
 
-fn as_json(report: &ConvertReport) -> Value {
-    let loss = |l: &TensorLoss| {
-        json!({"tensor": l.tensor, "format": l.format.to_string(), "bytes": l.bytes,
-               "relative_error": l.loss.relative(), "largest_error": l.loss.largest})
+fn total(matrices: &[MatrixReport]) -> EncodingError {
+    EncodingError::sum(matrices.iter().map(|m| &m.error))
+}
+
+fn notes(args: &Args, report: &ConvertReport) -> anyhow::Result<()> {
+    let mut err = stderr().lock();
+    for f in &report.fallbacks {
+        writeln!(
+            err,
+            "note: {} is {}: its rows of {} are no whole blocks of the type chosen",
+            f.tensor, f.format, f.cols
+        )?;
+    }
+    if let Some(first) = report.dropped.first() {
+        let n = report.dropped.len();
+        writeln!(err, "note: {n} tensors that nobody reads are left out, {first} the first")?;
+    }
+    for note in &report.notes {
+        writeln!(err, "note: {note}")?;
+    }
+    writeln!(err, "{}: {} tensors, {}", args.output.display(), report.tensors, bytes(report.bytes))?;
+    Ok(())
+}
+
+fn as_json(args: &Args, report: &ConvertReport) -> Value {
+    let errors = |e: &EncodingError| json!({"relative_rms": e.relative_rms(), "max": e.max, "largest_value": e.largest, "values": e.count});
+    let matrix = |m: &MatrixReport| {
+        json!({"tensor": m.tensor, "rows": m.rows, "cols": m.cols, "from": m.from.name(), "format": m.format.name(),
+               "error": errors(&m.error)})
     };
+    let fallbacks = report.fallbacks.iter();
     json!({
+        "model": source::name(&args.model),
+        "output": args.output.to_string_lossy(),
         "bytes": report.bytes,
         "tensors": report.tensors,
-        "losses": report.losses.iter().map(loss).collect::<Vec<_>>(),
+        "error": errors(&total(&report.matrices)),
+        "matrices": report.matrices.iter().map(matrix).collect::<Vec<_>>(),
+        "fallbacks": fallbacks
+            .map(|f| json!({"tensor": f.tensor, "cols": f.cols, "format": f.format.name()}))
+            .collect::<Vec<_>>(),
         "dropped": report.dropped,
         "notes": report.notes,
     })

@@ -25,15 +25,22 @@ use super::x86::{Avx2, Avx512Vnni};
 use crate::level::{Isa, Level};
 use lapidary_formats::Format;
 
-/// Bytes between what is multiplied and what is asked for.
-const AHEAD: usize = 4096;
+/// Bytes between what is multiplied and what is asked for, in each tile: `docs/performance.md` has the figures.
+const fn bytes_ahead<K: Kind>() -> usize {
+    // Codes of a byte take fewer instructions a byte, so less has to be under way.
+    if K::Codes::BYTES >= 8 * 64 { 2048 } else { 4096 }
+}
 
-/// Multiplies one tile.
+/// Multiplies one tile, or two that follow each other in memory.
 ///
 /// # Safety
-/// The features of the level that it was chosen for; `tile` is a whole tile of `x.width` inputs of the format
-/// that it was chosen for, `x` has `count` whole rows, and `out` has room for `x.count` rows of 16 floats.
-pub(crate) type Kernel = unsafe fn(tile: *const u8, x: QuantRows<'_>, out: *mut f32);
+/// The features of the level that it was chosen for; at `tile` are `tiles` whole tiles, 1 or 2, of `x.width` inputs of
+/// the format that it was chosen for, `x` has `count` whole rows, and `out` has room for `x.count` rows of [`PAIR`] floats,
+/// of which the last 16 are used only with two tiles.
+pub(crate) type Kernel = unsafe fn(tile: *const u8, tiles: usize, x: QuantRows<'_>, out: *mut f32);
+
+/// Floats from one row's results to the next: two tiles' worth.
+pub(crate) const PAIR: usize = 2 * LANES;
 
 /// What multiplies a format at a level.
 #[derive(Clone, Copy, Debug)]
@@ -64,58 +71,69 @@ fn choose_kind<K: Kind>(isa: Isa) -> Choice {
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-unsafe fn avx512vnni<K: Kind>(tile: *const u8, x: QuantRows<'_>, out: *mut f32) {
+unsafe fn avx512vnni<K: Kind>(tile: *const u8, tiles: usize, x: QuantRows<'_>, out: *mut f32) {
     // SAFETY: the caller's.
-    unsafe { run::<Avx512Vnni, K>(tile, x, out) }
+    unsafe { run::<Avx512Vnni, K>(tile, tiles, x, out) }
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn avx2<K: Kind>(tile: *const u8, x: QuantRows<'_>, out: *mut f32) {
+unsafe fn avx2<K: Kind>(tile: *const u8, tiles: usize, x: QuantRows<'_>, out: *mut f32) {
     // SAFETY: the caller's.
-    unsafe { run::<Avx2, K>(tile, x, out) }
+    unsafe { run::<Avx2, K>(tile, tiles, x, out) }
 }
 
-/// Takes the rows of x in groups of 8, 4, 2 and 1.
+/// Takes the rows of x in groups of 8, 4, 2 and 1. Few rows wait for memory, and two places at once give more of it
+/// than one.
 ///
 /// # Safety
 /// As for [`Kernel`].
 #[inline(always)]
-unsafe fn run<S: Lanes, K: Kind>(tile: *const u8, x: QuantRows<'_>, out: *mut f32) {
+unsafe fn run<S: Lanes, K: Kind>(tile: *const u8, tiles: usize, x: QuantRows<'_>, out: *mut f32) {
+    let bytes = tile_bytes::<K>(x.width);
     let mut m = 0;
-    // SAFETY: the groups below cover rows 0 .. count once each.
+    // SAFETY: the groups below cover rows 0 .. count of each tile once.
     unsafe {
         while S::ROWS >= 8 && x.count - m >= 8 {
-            rows::<S, K, 8>(tile, x, m, out);
+            for t in 0..tiles {
+                rows::<S, K, 8, 1>(tile.add(t * bytes), x, m, out.add(t * LANES));
+            }
             m += 8;
         }
         while S::ROWS >= 4 && x.count - m >= 4 {
-            rows::<S, K, 4>(tile, x, m, out);
+            for t in 0..tiles {
+                rows::<S, K, 4, 1>(tile.add(t * bytes), x, m, out.add(t * LANES));
+            }
             m += 4;
         }
         while x.count - m >= 2 {
-            rows::<S, K, 2>(tile, x, m, out);
+            if tiles == 2 {
+                rows::<S, K, 2, 2>(tile, x, m, out)
+            } else {
+                rows::<S, K, 2, 1>(tile, x, m, out)
+            }
             m += 2;
         }
         if x.count > m {
-            rows::<S, K, 1>(tile, x, m, out);
+            if tiles == 2 { rows::<S, K, 1, 2>(tile, x, m, out) } else { rows::<S, K, 1, 1>(tile, x, m, out) }
         }
     }
 }
 
-/// Rows `first .. first + M` of x.
+/// Rows `first .. first + M` of x with T tiles, one after the other in memory.
 ///
 /// # Safety
-/// As for [`Kernel`]; x has these rows.
+/// As for [`Kernel`]; x has these rows, and the tiles are there.
 #[inline(always)]
-unsafe fn rows<S: Lanes, K: Kind, const M: usize>(
+unsafe fn rows<S: Lanes, K: Kind, const M: usize, const T: usize>(
     tile: *const u8,
     x: QuantRows<'_>,
     first: usize,
     out: *mut f32,
 ) {
     let blocks = x.width / BLOCK;
-    // SAFETY: offsets stay inside the tile (its codes, then its scales), inside rows first .. first + M of x
+    let ahead = bytes_ahead::<K>() / K::Codes::BYTES;
+    // SAFETY: offsets stay inside the tiles (codes, then scales), inside rows first .. first + M of x
     // (codes, then heads), and inside the M rows of out, all of which the caller promises.
     unsafe {
         let x_codes = x.bytes.as_ptr().add(first * x.stride).cast::<i8>();
@@ -123,57 +141,67 @@ unsafe fn rows<S: Lanes, K: Kind, const M: usize>(
         let tile_bytes = tile_bytes::<K>(x.width);
         let mut codes = tile;
         let mut scales = tile.add(blocks * K::Codes::BYTES);
-        let mut acc = [S::floats(0.0); M];
-        let mut unpacked: Unpacked = [0; 256];
+        let mut acc = [[S::floats(0.0); M]; T];
+        let mut unpacked: [Unpacked; T] = [[0; 256]; T];
         let mut b = 0;
         while b < blocks {
-            K::Scaling::prepare::<S>(scales, &mut unpacked);
-            if first == 0 {
-                // The scales of the next tile: those of this one lie beyond its codes, too far to be asked for
-                // by the codes' turn.
-                for line in (0..K::Scaling::BYTES).step_by(64) {
-                    S::prefetch(scales.wrapping_add(tile_bytes + line));
+            for t in 0..T {
+                K::Scaling::prepare::<S>(scales.add(t * tile_bytes), &mut unpacked[t]);
+                if first == 0 {
+                    // The scales of the next tile: those of this one lie beyond its codes, too far to be asked for
+                    // by the codes' turn.
+                    for line in (0..K::Scaling::BYTES).step_by(64) {
+                        S::prefetch(scales.wrapping_add((t + T) * tile_bytes + line));
+                    }
                 }
             }
             for j in 0..K::Scaling::BLOCKS {
-                if first == 0 {
-                    // Only the first rows of x find the tile far away.
-                    for line in (0..K::Codes::BYTES).step_by(64) {
-                        S::prefetch(codes.wrapping_add(AHEAD + line));
-                    }
-                }
-                let mut w = K::Codes::unpack::<S>(codes);
-                if let Some(levels) = K::LEVELS {
-                    for v in &mut w {
-                        *v = S::lookup(levels, *v);
-                    }
-                }
-                let f = K::Scaling::factors::<S>(scales, &unpacked, j);
-                for (m, acc) in acc.iter_mut().enumerate() {
-                    let head = &*x_heads.byte_add(m * x.stride).add(b);
-                    let x = x_codes.add(m * x.stride + b * BLOCK);
-                    let scale = S::floats(head.scale);
-                    if K::Scaling::HALVES {
-                        let rest = head.sum - head.half;
-                        let first = half::<S, K>([w[0], w[1], w[2], w[3]], x, head.half);
-                        let second = half::<S, K>([w[4], w[5], w[6], w[7]], x.add(16), rest);
-                        let scaled =
-                            S::add_ints(S::mul_ints(first, f.halves[0]), S::mul_ints(second, f.halves[1]));
-                        *acc = S::mul_add(S::to_floats(scaled), S::mul(f.scale, scale), *acc);
-                        if K::Scaling::MINIMUM {
-                            let a = S::mul_ints(f.half_minimums[0], S::ints(head.half));
-                            let b = S::mul_ints(f.half_minimums[1], S::ints(rest));
-                            let sum = S::to_floats(S::add_ints(a, b));
-                            *acc = S::mul_add(sum, S::mul(f.minimum, scale), *acc);
+                for t in 0..T {
+                    let codes = codes.add(t * tile_bytes);
+                    if first == 0 {
+                        // Only the first rows of x find the tile far away.
+                        // Behind a tile's last codes comes the tile that this stream has next.
+                        let skip =
+                            if b + ahead < blocks { 0 } else { T * tile_bytes - blocks * K::Codes::BYTES };
+                        for line in (0..K::Codes::BYTES).step_by(64) {
+                            S::prefetch(codes.wrapping_add(ahead * K::Codes::BYTES + skip + line));
                         }
-                    } else {
-                        let mut sum = S::ints(-offset::<S, K>() * head.sum);
-                        for (v, &w) in w.iter().enumerate() {
-                            sum = dot::<S, K>(sum, w, x.add(4 * v));
+                    }
+                    let mut w = K::Codes::unpack::<S>(codes);
+                    if let Some(levels) = K::LEVELS {
+                        for v in &mut w {
+                            *v = S::lookup(levels, *v);
                         }
-                        *acc = S::mul_add(S::to_floats(sum), S::mul(f.scale, scale), *acc);
-                        if K::Scaling::MINIMUM {
-                            *acc = S::mul_add(f.minimum, S::floats(head.scaled_sum), *acc);
+                    }
+                    let f = K::Scaling::factors::<S>(scales.add(t * tile_bytes), &unpacked[t], j);
+                    for (m, acc) in acc[t].iter_mut().enumerate() {
+                        let head = &*x_heads.byte_add(m * x.stride).add(b);
+                        let x = x_codes.add(m * x.stride + b * BLOCK);
+                        let scale = S::floats(head.scale);
+                        if K::Scaling::HALVES {
+                            let rest = head.sum - head.half;
+                            let first = half::<S, K>([w[0], w[1], w[2], w[3]], x, head.half);
+                            let second = half::<S, K>([w[4], w[5], w[6], w[7]], x.add(16), rest);
+                            let scaled = S::add_ints(
+                                S::mul_ints(first, f.halves[0]),
+                                S::mul_ints(second, f.halves[1]),
+                            );
+                            *acc = S::mul_add(S::to_floats(scaled), S::mul(f.scale, scale), *acc);
+                            if K::Scaling::MINIMUM {
+                                let a = S::mul_ints(f.half_minimums[0], S::ints(head.half));
+                                let b = S::mul_ints(f.half_minimums[1], S::ints(rest));
+                                let sum = S::to_floats(S::add_ints(a, b));
+                                *acc = S::mul_add(sum, S::mul(f.minimum, scale), *acc);
+                            }
+                        } else {
+                            let mut sum = S::ints(-offset::<S, K>() * head.sum);
+                            for (v, &w) in w.iter().enumerate() {
+                                sum = dot::<S, K>(sum, w, x.add(4 * v));
+                            }
+                            *acc = S::mul_add(S::to_floats(sum), S::mul(f.scale, scale), *acc);
+                            if K::Scaling::MINIMUM {
+                                *acc = S::mul_add(f.minimum, S::floats(head.scaled_sum), *acc);
+                            }
                         }
                     }
                 }
@@ -182,8 +210,10 @@ unsafe fn rows<S: Lanes, K: Kind, const M: usize>(
             }
             scales = scales.add(K::Scaling::BYTES);
         }
-        for (m, acc) in acc.into_iter().enumerate() {
-            S::store(acc, out.add((first + m) * LANES));
+        for (t, acc) in acc.into_iter().enumerate() {
+            for (m, acc) in acc.into_iter().enumerate() {
+                S::store(acc, out.add((first + m) * PAIR + t * LANES));
+            }
         }
     }
 }

@@ -1,13 +1,15 @@
 //! One request as rows: those of its prompt, then its answer's tokens.
 
+use std::collections::VecDeque;
 use std::time::Duration;
 
 use lapidary_model::Config;
-use lapidary_ops::Batch;
+use lapidary_ops::{Batch, PAGE_TOKENS};
 
 use super::RequestId;
 use crate::generate::FinishReason;
 use crate::pages::SequencePages;
+use crate::prefix::{Chain, Content};
 use crate::prompt::{Checked, push_token};
 
 /// Place in the order of requests; lower goes first.
@@ -34,6 +36,12 @@ pub(super) struct Sequence {
     pub last_token_at: Duration,
     /// The last step that had rows of it.
     pub last_step: u64,
+    /// Names of its blocks, where prefixes are kept.
+    pub chain: Option<Chain>,
+    /// Blocks after which a snapshot is wanted, ascending.
+    pub places: VecDeque<usize>,
+    /// Numbers of blocks after which it left a snapshot.
+    pub kept: Vec<usize>,
     prompt: Checked<'static>,
     answer: Vec<u32>,
     /// Rows with keys and values.
@@ -48,6 +56,7 @@ impl Sequence {
     pub fn new(
         id: RequestId,
         prompt: Checked<'static>,
+        chain: Option<Chain>,
         max_tokens: usize,
         stop_ids: Vec<u32>,
         now: Duration,
@@ -57,6 +66,9 @@ impl Sequence {
             pages: SequencePages::default(),
             last_token_at: now,
             last_step: 0,
+            chain,
+            places: VecDeque::new(),
+            kept: Vec::new(),
             prompt,
             answer: Vec::new(),
             cursor: 0,
@@ -136,11 +148,34 @@ impl Sequence {
             return Some(FinishReason::Stop(token));
         }
         self.answer.push(token);
+        if let Some(chain) = &mut self.chain {
+            chain.push(Content::Text(token));
+        }
         self.last_token_at = now;
         if self.answer.len() >= self.max_tokens {
             return Some(FinishReason::Length);
         }
         (self.known() > context).then_some(FinishReason::ContextFull)
+    }
+
+    /// Most blocks, at most `blocks`, whose end splits no vision block: rows before it see none behind it.
+    pub fn parting(&self, blocks: usize) -> usize {
+        let splits = |blocks: usize| {
+            let border = blocks * PAGE_TOKENS;
+            border <= self.prompt.len() && self.prompt.unit_end(border - 1) > border
+        };
+        (1..=blocks).rev().find(|blocks| !splits(*blocks)).unwrap_or(0)
+    }
+
+    /// The prompt.
+    pub fn prompt(&self) -> &Checked<'static> {
+        &self.prompt
+    }
+
+    /// Takes over pages that hold the rows before `cursor`.
+    pub fn go_on(&mut self, pages: SequencePages, cursor: usize) {
+        self.pages = pages;
+        self.cursor = cursor;
     }
 
     /// Goes back to the start and hands over its pages.

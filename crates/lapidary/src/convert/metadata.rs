@@ -6,20 +6,19 @@ use lapidary_ops::Group;
 use lapidary_weights::gguf::{Value as Gguf, Writer};
 use serde_json::Value;
 
-use super::ConvertOptions;
+use super::Types;
 use super::error::Result;
 use super::vocabulary::Vocabulary;
 
 /// `general.*`.
-pub(super) fn general(w: &mut Writer, config: &Config, name: &str, options: &ConvertOptions) -> Result<()> {
-    let format = options.format;
+pub(super) fn general(w: &mut Writer, config: &Config, name: &str, types: Types) -> Result<()> {
     w.set("general.architecture", architecture_name(config))?;
     w.set("general.type", "model")?;
     w.set("general.name", name)?;
-    if let Some(number) = file_type(format, options.medium) {
+    if let Some(number) = file_type(types) {
         w.set("general.file_type", number)?;
     }
-    if !matches!(format, Format::F32 | Format::F16 | Format::Bf16) {
+    if !matches!(types.base(), Format::F32 | Format::F16 | Format::Bf16) {
         w.set("general.quantization_version", 2u32)?;
     }
     Ok(())
@@ -33,10 +32,12 @@ fn architecture_name(config: &Config) -> &'static str {
 }
 
 /// The number by which files name the type that most matrices have.
-fn file_type(format: Format, medium: bool) -> Option<u32> {
+fn file_type(types: Types) -> Option<u32> {
+    let format = match types {
+        Types::Mix(mix) => return Some(mix.file_type()),
+        Types::All(format) => format,
+    };
     Some(match format {
-        Format::Q4K if medium => 15,
-        Format::Q5K if medium => 17,
         Format::F32 => 0,
         Format::F16 => 1,
         Format::Q4_0 => 2,

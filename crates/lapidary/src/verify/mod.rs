@@ -11,7 +11,9 @@ mod dump;
 use std::path::PathBuf;
 
 use lapidary_engine::Stepper;
-use lapidary_engine::sampling::log_sum_exp;
+
+use crate::convert::EncodingError;
+use crate::eval::distance;
 
 pub use dump::{Dump, Formats, made_by, metadata, typical_loss};
 
@@ -24,6 +26,8 @@ pub enum VerifyError {
     Weights(#[from] lapidary_weights::Error),
     #[error(transparent)]
     Engine(#[from] lapidary_engine::Error),
+    #[error(transparent)]
+    Eval(#[from] crate::eval::EvalError),
     #[error("{tensor} in {}: {problem}", path.display())]
     Dump { path: PathBuf, tensor: String, problem: String },
 }
@@ -73,7 +77,7 @@ pub struct Report {
     /// The model run as a whole: each layer's output, relative, of the median row.
     pub whole: Vec<f64>,
     /// Its logits.
-    pub logits: Distance,
+    pub logits: LogitsDistance,
     /// Formats of the model.
     pub formats: Formats,
     /// Whether both sides have the same formats, so that they explain nothing.
@@ -97,7 +101,7 @@ impl Report {
 
 /// How far two distributions over the vocabulary are apart, over all positions.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Distance {
+pub struct LogitsDistance {
     /// Positions.
     pub positions: usize,
     /// Mean Kullback-Leibler divergence from the reference, in nats.
@@ -178,7 +182,7 @@ pub fn verify(
         layers: checks,
         head: check(&head, &dump.logits, vocab, allowed(formats.head, dump.formats.head, 1.5)),
         whole: (0..layers).map(median).collect(),
-        logits: distance(&own.logits, &dump.logits, vocab)?,
+        logits: compare(&own.logits, &dump.logits, vocab),
         formats: formats.clone(),
         same_formats,
         same_program,
@@ -191,9 +195,9 @@ fn check(found: &[f32], expected: &[f32], width: usize, allowed: f64) -> Check {
         .chunks_exact(width)
         .zip(expected.chunks_exact(width))
         .map(|(found, expected)| {
-            let mut loss = lapidary_formats::Loss::default();
+            let mut loss = EncodingError::default();
             loss.add(expected, found);
-            if loss.error_squares.is_nan() { f64::NAN } else { loss.relative() }
+            loss.relative_rms()
         })
         .collect();
     rows.sort_by(f64::total_cmp);
@@ -201,43 +205,21 @@ fn check(found: &[f32], expected: &[f32], width: usize, allowed: f64) -> Check {
     Check { median, worst, allowed, allowed_worst: WORST_ROW * allowed }
 }
 
-/// How far `found` is from `reference`, rows of `vocab` logits.
-///
-/// # Errors
-/// Logits that are no distribution.
-pub fn distance(found: &[f32], reference: &[f32], vocab: usize) -> Result<Distance, VerifyError> {
-    let mut d = Distance::default();
-    let (mut same, mut squares) = (0usize, 0.0);
-    for (q, p) in found.chunks_exact(vocab).zip(reference.chunks_exact(vocab)) {
-        let at = d.positions as u64;
-        let (lp, lq) = (
-            log_sum_exp(p, at).map_err(lapidary_engine::Error::from)?,
-            log_sum_exp(q, at).map_err(lapidary_engine::Error::from)?,
-        );
-        let mut kl = 0.0;
-        for (&p, &q) in p.iter().zip(q) {
-            let (a, b) = (f64::from(p) - lp, f64::from(q) - lq);
-            if a > f64::NEG_INFINITY {
-                kl += a.exp() * (a - b);
-            }
-            let error = f64::from(q) - f64::from(p);
-            squares += error * error;
-            d.largest = d.largest.max(error.abs());
-        }
-        // Rounding can bring a divergence of nothing below zero.
-        let kl = kl.max(0.0);
-        (d.kl, d.kl_max) = (d.kl + kl, d.kl_max.max(kl));
-        same += usize::from(likeliest(p) == likeliest(q));
-        d.positions += 1;
+/// How far the rows of `found` are from those of `reference`, `vocab` logits each.
+fn compare(found: &[f32], reference: &[f32], vocab: usize) -> LogitsDistance {
+    let mut sum = LogitsDistance::default();
+    let mut squares = 0.0;
+    for (test, reference) in found.chunks_exact(vocab).zip(reference.chunks_exact(vocab)) {
+        let d = distance(reference, test);
+        sum.positions += 1;
+        sum.kl += d.kl;
+        sum.kl_max = sum.kl_max.max(d.kl);
+        sum.top1 += f64::from(u8::from(d.same_top));
+        squares += d.error_squares;
+        sum.largest = sum.largest.max(d.max_error);
     }
-    let n = d.positions.max(1) as f64;
-    (d.kl, d.top1, d.rms) = (d.kl / n, same as f64 / n, (squares / (n * vocab as f64)).sqrt());
-    Ok(d)
-}
-
-/// The token with the largest logit, the lowest of equal ones.
-pub(crate) fn likeliest(logits: &[f32]) -> usize {
-    (1..logits.len()).fold(0, |best, i| if logits[i] > logits[best] { i } else { best })
+    let n = sum.positions.max(1) as f64;
+    LogitsDistance { kl: sum.kl / n, top1: sum.top1 / n, rms: (squares / (n * vocab as f64)).sqrt(), ..sum }
 }
 
 /// A prompt for models whose text nobody has: BOS and ids from all over the vocabulary.

@@ -19,11 +19,63 @@ use lapidary_weights::Checkpoint;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum On {
     Reference,
-    Cpu { threads: usize },
+    Cpu {
+        threads: usize,
+    },
+    #[cfg(feature = "cuda")]
+    Cuda,
 }
 
-/// Every backend that must give the reference's float32 results.
-pub const EVERY: [On; 3] = [On::Reference, On::Cpu { threads: 1 }, On::Cpu { threads: 2 }];
+/// Every backend that must give the reference's float32 results, for `for on in EVERY`.
+#[derive(Clone, Copy)]
+pub struct Every;
+
+/// See [`Every`].
+pub const EVERY: Every = Every;
+
+impl IntoIterator for Every {
+    type Item = On;
+    type IntoIter = std::vec::IntoIter<On>;
+
+    fn into_iter(self) -> Self::IntoIter {
+        let mut list = vec![On::Reference, On::Cpu { threads: 1 }, On::Cpu { threads: 2 }];
+        #[cfg(feature = "cuda")]
+        if gpu_required() {
+            // A machine with a GPU is there for its GPU; the others are tested everywhere else.
+            list.clear();
+        }
+        list.extend(gpu());
+        list.into_iter()
+    }
+}
+
+/// Whether `LAPIDARY_REQUIRE_GPU=1` asks for one.
+#[cfg(feature = "cuda")]
+fn gpu_required() -> bool {
+    std::env::var_os("LAPIDARY_REQUIRE_GPU").is_some_and(|v| v == "1")
+}
+
+/// The first GPU where there is one and this build can use it.
+pub fn gpu() -> Option<On> {
+    #[cfg(feature = "cuda")]
+    {
+        use lapidary_cuda::driver::Context;
+        use std::sync::{Arc, LazyLock};
+        // Kept for the whole run: the driver takes longer to open a device than most tests do.
+        static CONTEXT: LazyLock<Option<Arc<Context>>> = LazyLock::new(|| match Context::new(0) {
+            Ok(context) => Some(context),
+            Err(e) => {
+                assert!(!gpu_required(), "a GPU is required: {e}");
+                println!("skipped: {e}");
+                None
+            }
+        });
+        if CONTEXT.is_some() {
+            return Some(On::Cuda);
+        }
+    }
+    None
+}
 
 impl On {
     pub fn backend(self) -> Box<dyn Backend> {
@@ -32,6 +84,11 @@ impl On {
             On::Cpu { threads } => {
                 let options = CpuOptions { threads: Some(threads), compute: Compute::F32, level: None };
                 Box::new(CpuBackend::new(options).expect("the CPU is a device"))
+            }
+            #[cfg(feature = "cuda")]
+            On::Cuda => {
+                let options = lapidary_cuda::CudaOptions::default();
+                Box::new(lapidary_cuda::CudaBackend::new(options).expect("a GPU was seen"))
             }
         }
     }

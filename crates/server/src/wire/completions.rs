@@ -38,6 +38,7 @@ request! {
         pub response_format: Option<ResponseFormat>,
         pub structured_outputs: Option<StructuredOutputs>,
         // Known, and without effect on an answer.
+        #[allow(dead_code)]
         pub user: Option<Value>,
     }
 }

@@ -1,0 +1,56 @@
+// Cells of the KV pools: `[page][K, V][kv_head][position in page][head_dim]`, in one of the formats of
+// lapidary_ops::KvFormat.
+#pragma once
+#include "args.cuh"
+
+enum KvFormat { KV_F32, KV_F16, KV_BF16, KV_Q8_0 };
+
+// The pool of one layer. Rust: `args::Pool`.
+struct Pool {
+  uint8_t* p;
+  int kv_heads;
+  int head_dim;
+  int format;
+  int row_bytes;  // of one head's key or value at one position
+};
+
+// The bytes of one head's key (side 0) or value (side 1) at a position of a page.
+DEVICE uint8_t* kv_row(const Pool& kv, int page, int side, int head, int in_page) {
+  const size_t row = (((size_t)page * 2 + side) * kv.kv_heads + head) * PAGE_TOKENS + in_page;
+  return kv.p + row * kv.row_bytes;
+}
+
+DEVICE float kv_load(const Pool& kv, const uint8_t* row, int i) {
+  switch (kv.format) {
+    case KV_F32: return ((const float*)row)[i];
+    case KV_F16: return __half2float(((const __half*)row)[i]);
+    case KV_BF16: return __bfloat162float(((const __nv_bfloat16*)row)[i]);
+    default: {
+      const uint8_t* block = row + i / 32 * 34;
+      return (float)(int8_t)block[2 + i % 32] * __half2float(*(const __half*)block);
+    }
+  }
+}
+
+// Stores value i of a row. All 32 lanes of a warp call this together with consecutive i, the first a multiple of 32
+// (Q8_0 finds its scale among them); lanes with `on` false store nothing.
+DEVICE void kv_store(const Pool& kv, uint8_t* row, int i, float v, bool on) {
+  switch (kv.format) {
+    case KV_F32: if (on) ((float*)row)[i] = v; break;
+    case KV_F16: if (on) ((__half*)row)[i] = __float2half(v); break;
+    case KV_BF16: if (on) ((__nv_bfloat16*)row)[i] = __float2bfloat16(v); break;
+    default: {
+      float most = on ? fabsf(v) : 0.0f;
+      int finite = !on || isfinite(v);
+      for (int o = 16; o; o >>= 1) {
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, o));
+        finite &= __shfl_xor_sync(~0u, finite, o);
+      }
+      const float d = most / 127.0f, inverse = d > 0.0f ? 1.0f / d : 0.0f;
+      uint8_t* block = row + i / 32 * 34;
+      if (on) block[2 + i % 32] = (uint8_t)(int8_t)(finite ? roundf(v * inverse) : 0.0f);
+      // A block that cannot be written down is NaN throughout.
+      if (on && i % 32 == 0) *(__half*)block = finite ? __float2half(d) : __ushort_as_half(0x7e00);
+    }
+  }
+}

@@ -1,0 +1,437 @@
+//! The backend: what it owns, and how a pass runs.
+
+use std::sync::Arc;
+
+use lapidary_formats::{Format, TensorView};
+use lapidary_ops::{
+    Act, ActKind, ActRows, ActSpec, Backend, Batch, BatchShape, DeviceReport, Error, Gain, KernelReport,
+    KvPlan, KvRef, Mat, MemoryUse, Ops, Outcome, Phase, Result, Tap,
+};
+
+use crate::buffers::Buffer;
+use crate::driver::{Arena, Context, DevPtr, Event, Graph, Kernels, Pinned, Stream};
+use crate::graphs::{Graphs, Left, Plan};
+use crate::kernels::heads::{self, Cell};
+use crate::kv::KvPools;
+use crate::launch::Queue;
+use crate::matrix::{Matrix, Store};
+use crate::ops::{CudaOps, Mode, check_ids};
+use crate::upload::Upload;
+use crate::workspace::Workspace;
+
+/// How a pass computes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Compute {
+    /// True float32: weights decoded exactly, float32 activations and sums.
+    #[default]
+    F32,
+    /// Inputs of products in bf16, float32 sums and residual.
+    Fast,
+}
+
+/// What a [`CudaBackend`] is made of.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct CudaOptions {
+    /// Which of the driver's devices.
+    pub ordinal: usize,
+    /// Arithmetic mode.
+    pub compute: Compute,
+    /// Whether to measure the time of each phase, which costs a little of it.
+    pub profile: bool,
+    /// Puts random values of this format in the place of every matrix, so that speed can be measured without a
+    /// checkpoint.
+    pub random_weights: Option<Format>,
+    /// Whether every pass runs as it is, none is recorded: for comparisons.
+    pub eager: bool,
+}
+
+/// Weights and activations are taken from the device in pieces of this size.
+const ARENA_BLOCK: usize = 64 << 20;
+
+/// A GPU as a device.
+///
+/// Fields are dropped in order, the memory that queued work may use after [`Drop`] has waited for it.
+pub struct CudaBackend {
+    pub(crate) options: CudaOptions,
+    graphs: Graphs,
+    pub(crate) stream: Arc<Stream>,
+    pub(crate) kernels: Kernels,
+    pub(crate) mats: Vec<Matrix>,
+    /// By handle: place and length.
+    pub(crate) gains: Vec<(DevPtr, usize)>,
+    pub(crate) acts: Vec<Buffer>,
+    pub(crate) kv: KvPools,
+    pub(crate) upload: Upload,
+    pub(crate) workspace: Workspace,
+    weights: Arena,
+    activations: Arena,
+    uploaded: bool,
+    /// Counts what was allocated since the start; a recording from before the last of it is stale.
+    moves: usize,
+    /// Where the chosen tokens arrive.
+    chosen: Option<Pinned>,
+    /// What the last run leaves beside them, once it is done.
+    pending: Option<Pending>,
+    context: Arc<Context>,
+}
+
+/// A run that was queued and not yet collected.
+#[derive(Debug)]
+pub(crate) struct Pending {
+    /// What the pass leaves besides values; where it was recorded, its marks are the recording's.
+    pub left: Left,
+    /// What was copied out.
+    pub taps: Vec<Tap>,
+    /// The shape, where the pass is a repeated recording.
+    pub repeated: Option<BatchShape>,
+}
+
+impl CudaBackend {
+    /// Opens the device.
+    ///
+    /// # Errors
+    /// `Unsupported` where there is no driver, no such device, or none that this build has kernels for.
+    pub fn new(options: CudaOptions) -> Result<CudaBackend> {
+        let context = Context::new(options.ordinal)
+            .map_err(|e| Error::Unsupported { device: "cuda".into(), what: e.to_string() })?;
+        Ok(CudaBackend {
+            options,
+            graphs: Graphs::default(),
+            stream: Arc::new(Stream::new(&context)?),
+            kernels: Kernels::new(&context),
+            mats: Vec::new(),
+            gains: Vec::new(),
+            acts: Vec::new(),
+            kv: KvPools::empty(),
+            upload: Upload::default(),
+            workspace: Workspace::new(&context),
+            weights: Arena::new(&context, "weights", ARENA_BLOCK),
+            activations: Arena::new(&context, "activations", ARENA_BLOCK),
+            uploaded: false,
+            moves: 0,
+            chosen: None,
+            pending: None,
+            context,
+        })
+    }
+
+    /// The device.
+    pub fn context(&self) -> &Arc<Context> {
+        &self.context
+    }
+
+    /// Where launches go.
+    pub(crate) fn queue(&self) -> Queue<'_> {
+        Queue { stream: &self.stream, kernels: &self.kernels }
+    }
+
+    /// Rows that every buffer with rows of kind `rows` has.
+    fn row_limit(&self, rows: ActRows) -> usize {
+        let of_kind = self.acts.iter().filter(|a| a.spec.rows == rows);
+        of_kind.map(|a| a.spec.max_rows).min().unwrap_or(usize::MAX)
+    }
+
+    fn keep(&mut self, matrix: Matrix) -> Result<Mat> {
+        let handle = Mat(u32::try_from(self.mats.len()).map_err(|_| too_many("matrices"))?);
+        self.mats.push(matrix);
+        self.moves += 1;
+        Ok(handle)
+    }
+
+    /// How often anything that recordings point to has moved.
+    fn moved(&self) -> usize {
+        self.moves + self.upload.moves + self.workspace.moves
+    }
+
+    /// Recorded passes that are kept.
+    pub fn recordings(&self) -> usize {
+        self.graphs.len()
+    }
+
+    /// Queues a pass verb by verb.
+    fn run_once(&mut self, shape: &BatchShape, program: &(dyn Fn(&mut dyn Ops) + Sync)) -> Result<Pending> {
+        let mut ops = CudaOps::new(self, shape.rows, Mode::Run);
+        program(&mut ops);
+        let pending = ops.finish()?;
+        self.graphs.ran(shape, self.moved());
+        Ok(pending)
+    }
+
+    /// Records a pass of a shape that ran before.
+    fn record(&mut self, shape: &BatchShape, program: &(dyn Fn(&mut dyn Ops) + Sync)) -> Result<()> {
+        let stream = self.stream.clone();
+        let (mut left, mut failed) = (Left::default(), None);
+        let graph = Graph::record(&stream, || {
+            let mut ops = CudaOps::new(self, shape.rows, Mode::Record);
+            program(&mut ops);
+            match ops.finish() {
+                Ok(pending) => left = pending.left,
+                Err(e) => failed = Some(e),
+            }
+            Ok(())
+        });
+        if let Some(e) = failed {
+            return Err(e);
+        }
+        self.graphs.keep(shape, graph?, left);
+        Ok(())
+    }
+
+    /// Queues the recording of a pass over the uploaded batch.
+    fn repeat(&mut self, shape: &BatchShape) -> Result<Pending> {
+        let gone = || Error::Device("a recorded pass is gone".into());
+        let recorded = self.graphs.get(shape).ok_or_else(gone)?;
+        let batch = &self.upload.batch;
+        for (ids, below) in [&batch.tokens, &batch.per_layer_tokens].into_iter().zip(recorded.left.below) {
+            check_ids(ids, below.unwrap_or(i32::MAX))?;
+        }
+        // SAFETY: nothing that the recording points to has moved since, and the backend waits before it frees any.
+        unsafe { recorded.graph.launch(&self.stream)? };
+        let left = Left {
+            tokens: recorded.left.tokens,
+            weight_bytes: recorded.left.weight_bytes,
+            ..Left::default()
+        };
+        Ok(Pending { left, taps: Vec::new(), repeated: Some(shape.clone()) })
+    }
+
+    /// Waits for queued work, so that memory it uses may be changed.
+    fn settle(&mut self) -> Result<()> {
+        self.context.bind()?;
+        Ok(self.stream.wait()?)
+    }
+}
+
+impl std::fmt::Debug for CudaBackend {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("CudaBackend")
+            .field("device", &self.context.info)
+            .field("options", &self.options)
+            .field("matrices", &self.mats.len())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Drop for CudaBackend {
+    fn drop(&mut self) {
+        // A failure here was, or would have been, reported by the call that collects.
+        let _ = self.settle();
+    }
+}
+
+impl Backend for CudaBackend {
+    fn report(&self) -> DeviceReport {
+        let info = &self.context.info;
+        let kernels = Format::ALL.map(|format| KernelReport {
+            format,
+            kernel: "decoded to f32, f32 x f32".into(),
+            fallback: self.options.compute == Compute::Fast,
+        });
+        DeviceReport {
+            backend: "cuda",
+            device: info.name.clone(),
+            level: format!("sm_{}", info.arch),
+            units: info.multiprocessors as usize,
+            mode: match self.options.compute {
+                Compute::F32 => "f32",
+                Compute::Fast => "fast",
+            },
+            kernels: kernels.to_vec(),
+        }
+    }
+
+    fn pack(&mut self, parts: &[TensorView<'_>], group_rows: usize) -> Result<Mat> {
+        self.context.bind()?;
+        let rows: usize = parts.iter().map(|p| p.rows).sum();
+        if let Some(first) = parts.first()
+            && (group_rows == 0 || !rows.is_multiple_of(group_rows))
+        {
+            let reason = format!("{rows} rows are not a whole number of groups of {group_rows}");
+            return Err(Error::Tensor { tensor: first.name.clone(), reason });
+        }
+        let mut store = Store { arena: &mut self.weights, stream: &self.stream };
+        let matrix = Matrix::new(&mut store, parts)?;
+        self.keep(matrix)
+    }
+
+    fn vector(&mut self, name: &str, values: &[f32]) -> Result<Gain> {
+        if let Some(i) = values.iter().position(|v| !v.is_finite()) {
+            let reason = format!("value {i} is {}, not finite", values[i]);
+            return Err(Error::Tensor { tensor: name.to_string(), reason });
+        }
+        self.context.bind()?;
+        let handle = Gain(u32::try_from(self.gains.len()).map_err(|_| too_many("vectors"))?);
+        let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+        let ptr = self.weights.take(bytes.len())?;
+        // SAFETY: as many bytes were taken; the memory is not pinned, so it is read when this returns.
+        unsafe { self.stream.upload(ptr, &bytes)? };
+        self.gains.push((ptr, values.len()));
+        Ok(handle)
+    }
+
+    fn activation(&mut self, spec: ActSpec) -> Result<Act> {
+        self.context.bind()?;
+        let handle = Act(u16::try_from(self.acts.len()).map_err(|_| too_many("activations"))?);
+        let half = self.options.compute == Compute::Fast;
+        self.acts.push(Buffer::new(&mut self.activations, &self.stream, spec, half)?);
+        Ok(handle)
+    }
+
+    fn kv(&mut self, plan: &KvPlan) -> Result<()> {
+        self.settle()?;
+        self.moves += 1;
+        self.kv.resize(&self.context, &self.stream, plan)
+    }
+
+    fn timings(&mut self, on: bool) -> Result<()> {
+        match on && !self.options.profile {
+            false => Ok(()),
+            true => Err(Error::Unsupported {
+                device: "cuda".into(),
+                what: "times of phases come from a backend that was made to measure them".into(),
+            }),
+        }
+    }
+
+    fn upload(&mut self, batch: &Batch) -> Result<()> {
+        self.uploaded = false;
+        for (what, rows, limit) in [
+            ("batch row", batch.tokens.len(), self.row_limit(ActRows::Batch)),
+            ("head row", batch.heads.len(), self.row_limit(ActRows::Heads)),
+        ] {
+            if rows > limit {
+                return Err(Error::TooManyRows { what, rows, limit });
+            }
+        }
+        self.settle()?;
+        self.upload.take(&self.context, &self.stream, batch, &self.kv.plan)?;
+        self.uploaded = true;
+        Ok(())
+    }
+
+    fn run(&mut self, shape: &BatchShape, program: &(dyn Fn(&mut dyn Ops) + Sync)) -> Result<()> {
+        let batch = &self.upload.batch;
+        if !self.uploaded || (shape.rows, shape.head_rows) != (batch.tokens.len(), batch.heads.len()) {
+            return Err(Error::Device("the pass to run is not of the shape of the uploaded batch".into()));
+        }
+        self.context.bind()?;
+        self.pending = None;
+        let plan = if self.options.eager { Plan::Run } else { self.graphs.plan(shape, self.moved()) };
+        let done = match plan {
+            Plan::Run => self.run_once(shape, program),
+            Plan::Record => self.record(shape, program).and_then(|()| self.repeat(shape)),
+            Plan::Repeat => self.repeat(shape),
+        };
+        let pending = match done {
+            Ok(pending) => pending,
+            Err(e) => {
+                // What was queued before the failure still uses the buffers.
+                let _ = self.settle();
+                return Err(e);
+            }
+        };
+        let bytes = pending.left.tokens * 4;
+        if self.chosen.as_ref().is_none_or(|p| p.bytes().len() < bytes) {
+            self.chosen = Some(Pinned::new(&self.context, bytes.next_power_of_two().max(1024))?);
+        }
+        let chosen = self.chosen.as_mut().expect("made above");
+        // SAFETY: the workspace has room for the tokens of this pass, and the pinned memory is left alone until
+        // `collect` has waited.
+        unsafe { self.stream.download(&mut chosen.bytes_mut()[..bytes], self.workspace.tokens())? };
+        self.pending = Some(pending);
+        Ok(())
+    }
+
+    fn collect(&mut self) -> Result<Outcome> {
+        let pending = self.pending.take();
+        let pending = pending.ok_or_else(|| Error::Device("there is no finished pass to collect".into()))?;
+        self.settle()?;
+        let bytes = self.chosen.as_ref().map_or(&[][..], Pinned::bytes);
+        let argmax =
+            bytes.as_chunks::<4>().0.iter().take(pending.left.tokens).map(|&b| i32::from_le_bytes(b));
+        let argmax = argmax.collect();
+        let recorded = pending.repeated.as_ref().and_then(|shape| self.graphs.get(shape));
+        let phases = phases(&recorded.map_or(&pending.left, |r| &r.left).marks)?;
+        let weight_bytes = pending.left.weight_bytes;
+        Ok(Outcome { argmax, taps: pending.taps, phases, weight_bytes, ..Outcome::default() })
+    }
+
+    fn read(&mut self, act: Act, rows: usize, out: &mut Vec<f32>) -> Result<()> {
+        let unknown = || Error::Device(format!("activation {} was never allocated", act.0));
+        let buffer = self.acts.get(act.0 as usize).ok_or_else(unknown)?;
+        if buffer.spec.kind != ActKind::F32 {
+            return Err(Error::Device(format!("{} is not a float32 activation", buffer.spec.name)));
+        }
+        if rows > buffer.spec.max_rows {
+            let limit = buffer.spec.max_rows;
+            return Err(Error::TooManyRows { what: buffer.spec.name, rows, limit });
+        }
+        self.context.bind()?;
+        *out = buffer.read(&self.stream, rows)?;
+        Ok(())
+    }
+
+    fn kv_store(&mut self, cache: KvRef, page: usize, in_page: usize, k: &[f32], v: &[f32]) -> Result<()> {
+        self.kv.check_cell(cache, page, in_page, k.len(), v.len())?;
+        self.context.bind()?;
+        let bytes: Vec<u8> = k.iter().chain(v).flat_map(|x| x.to_le_bytes()).collect();
+        let values = self.workspace.cell(&self.stream, bytes.len())?;
+        // SAFETY: the cell and its values were checked; the memory is not pinned, so it is read by now.
+        unsafe {
+            self.stream.upload(values, &bytes)?;
+            heads::cell_store(self.queue(), self.kv.pool(cache), values, Cell { page, in_page })?;
+        }
+        Ok(())
+    }
+
+    fn kv_load(
+        &mut self,
+        cache: KvRef,
+        page: usize,
+        in_page: usize,
+        k: &mut [f32],
+        v: &mut [f32],
+    ) -> Result<()> {
+        self.kv.check_cell(cache, page, in_page, k.len(), v.len())?;
+        self.context.bind()?;
+        let mut bytes = vec![0; (k.len() + v.len()) * 4];
+        let values = self.workspace.cell(&self.stream, bytes.len())?;
+        // SAFETY: the cell and its values were checked; the wait comes before the bytes are used.
+        unsafe {
+            heads::cell_load(self.queue(), self.kv.pool(cache), values, Cell { page, in_page })?;
+            self.stream.download(&mut bytes, values)?;
+        }
+        self.settle()?;
+        for (x, b) in k.iter_mut().chain(v).zip(bytes.as_chunks::<4>().0) {
+            *x = f32::from_le_bytes(*b);
+        }
+        Ok(())
+    }
+
+    fn memory(&self) -> MemoryUse {
+        MemoryUse {
+            weights: self.weights.bytes(),
+            mapped: 0,
+            activations: self.activations.bytes() + self.workspace.bytes() + self.upload.bytes(),
+            kv: self.kv.bytes(),
+        }
+    }
+}
+
+/// Microseconds between marks, added up by phase, in the order in which phases first began.
+fn phases(marks: &[(Option<Phase>, Event)]) -> Result<Vec<(Phase, f64)>> {
+    let mut sums: Vec<(Phase, f64)> = Vec::new();
+    for pair in marks.windows(2) {
+        let Some(phase) = pair[0].0 else { continue };
+        let micros = pair[1].1.micros_since(&pair[0].1)?;
+        match sums.iter_mut().find(|(p, _)| *p == phase) {
+            Some((_, sum)) => *sum += micros,
+            None => sums.push((phase, micros)),
+        }
+    }
+    Ok(sums)
+}
+
+fn too_many(what: &str) -> Error {
+    Error::Device(format!("too many {what} for their handles"))
+}

@@ -1,0 +1,16 @@
+//! Launchers: for each file of `kernels/` the Rust file of the same name, the only one that launches it.
+//!
+//! A launcher takes a [`Queue`](crate::launch::Queue) and the data by its places on the device. It is unsafe
+//! because places are plain numbers: whoever calls it promises that they lead to what their names say, of the
+//! sizes given, until the work is done.
+
+pub mod attention;
+pub mod attn_decode;
+pub mod bandwidth;
+pub mod heads;
+pub mod probe;
+pub mod producers;
+pub mod product;
+pub mod route;
+pub mod rows;
+pub mod skinny_gemm;

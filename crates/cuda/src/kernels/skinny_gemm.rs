@@ -1,0 +1,601 @@
+//! Products with packed weights for 1 to 16 rows: `kernels/skinny_FORM_sm90.cu`.
+//!
+//! One kernel serves a plain product, a gated pair of matrices, a product whose result is a gate for something else, and
+//! chosen experts. [`Choice::of`] decides strips a warp, where x is kept and how k is cut into planes; the numbers in it
+//! come from the sweep in experiments/cuda.
+
+use crate::driver::{DevPtr, Kernel};
+use crate::error::{Error, Result};
+use crate::launch::{Args, Queue, Shape};
+use crate::pack::{Form, PackedShape};
+
+/// Most rows of one product.
+pub const MAX_ROWS: usize = 16;
+/// Most planes that a product is cut into.
+pub const MAX_PLANES: usize = 3;
+/// Most experts of a layer.
+pub const MAX_EXPERTS: usize = 128;
+
+/// A packed matrix on the device, or a stack of equal ones.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Weights {
+    /// Form and size of one matrix (of one expert).
+    pub shape: PackedShape,
+    /// Strips, one matrix after the other.
+    pub strips: DevPtr,
+    /// A float32 factor for each output of all matrices, or null.
+    pub row_scales: DevPtr,
+}
+
+/// What becomes of the sums.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Output {
+    /// float32, in as many planes as [`Choice::planes`] says; the reader adds them.
+    F32 {
+        /// `c tanh(sum / c)`; 0 for none, and then only is there one plane.
+        softcap: f32,
+    },
+    /// bf16.
+    Bf16,
+    /// The matrix is gate and up, half of its outputs each: `f(gate) * up` in bf16.
+    Gated(Gate),
+    /// `f(sum) * times[row][output]` in bf16.
+    GateTimes {
+        /// Activation.
+        gate: Gate,
+        /// float32, a row every `stride` values.
+        times: DevPtr,
+        /// Values from row to row of `times`.
+        stride: usize,
+    },
+}
+
+/// The gate's activation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Gate {
+    /// The tanh form of GELU.
+    GeluTanh = 0,
+    /// SiLU.
+    Silu = 1,
+}
+
+/// A product with one matrix.
+#[derive(Clone, Copy, Debug)]
+pub struct Linear {
+    /// The matrix.
+    pub weights: Weights,
+    /// bf16 `[rows][x_stride]`.
+    pub x: DevPtr,
+    /// Values from row to row of `x`, a multiple of 8.
+    pub x_stride: usize,
+    /// Rows, 1 to 16.
+    pub rows: usize,
+    /// `[planes][rows][out_stride]`.
+    pub out: DevPtr,
+    /// Values from row to row of `out`.
+    pub out_stride: usize,
+    /// What is written.
+    pub output: Output,
+    /// Planes that `out` has room for.
+    pub most_planes: usize,
+}
+
+/// The experts that a router chose, on the device.
+#[derive(Clone, Copy, Debug)]
+pub struct Chosen {
+    /// int32: how many distinct experts, then their ids (room for 128).
+    pub groups: DevPtr,
+    /// float32 `[expert in the list][16]`: the weight that each row gives it, 0 where it did not choose it.
+    pub weights: DevPtr,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct SkinnyArgs {
+    w: DevPtr,
+    row_scale: DevPtr,
+    x: DevPtr,
+    out: DevPtr,
+    times: DevPtr,
+    groups: DevPtr,
+    group_weight: DevPtr,
+    strip_bytes: u64,
+    group_bytes: u64,
+    strips: i32,
+    k: i32,
+    chunks: i32,
+    ldx: i32,
+    rows: i32,
+    ldo: i32,
+    m: i32,
+    lwm: i32,
+    planes: i32,
+    epilogue: i32,
+    activation: i32,
+    ld_times: i32,
+    softcap: f32,
+}
+
+// SAFETY: mirrors `SkinnyArgs` in kernels/common/skinny.cuh.
+unsafe impl Args for SkinnyArgs {}
+
+/// Which of a form's kernels runs, and in what shape.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Choice {
+    variant: Variant,
+    /// Column tiles of 8 rows.
+    tiles: usize,
+    /// Log2 of the groups of strips among a block's eight warps.
+    lwm: usize,
+    /// Parts of k whose sums are written apart.
+    pub planes: usize,
+    blocks: usize,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Variant {
+    /// x from global memory, one strip a warp.
+    Global,
+    /// Two strips a warp.
+    GlobalTwo,
+    /// x in shared memory.
+    Shared,
+    /// Two strips a warp.
+    SharedTwo,
+    Up,
+    Down,
+}
+
+impl Variant {
+    fn strips(self) -> usize {
+        match self {
+            Variant::GlobalTwo | Variant::SharedTwo => 2,
+            _ => 1,
+        }
+    }
+}
+
+/// Chunks a warp and stage, and stages, for one strip a warp and for two; as in `kernels/skinny_FORM_sm90.cu`.
+const fn ring(form: Form, two: bool) -> Option<(usize, usize)> {
+    match (form, two) {
+        (Form::Bf16, false) => Some((1, 5)),
+        (Form::Fp8 | Form::Fp8Block | Form::Int8 | Form::Int8Min, false) => Some((2, 4)),
+        (Form::Nvfp4 | Form::Int4 | Form::Int4Bf16 | Form::Int4Min, false) => Some((4, 4)),
+        (Form::Q4K, false) => Some((1, 4)),
+        (Form::Q5K | Form::Sub16, false) => Some((1, 2)),
+        (Form::Bf16 | Form::Q4K, true) => Some((1, 2)),
+        (Form::Fp8 | Form::Fp8Block | Form::Int8 | Form::Int8Min, true) => Some((1, 4)),
+        (Form::Nvfp4 | Form::Int4 | Form::Int4Bf16 | Form::Int4Min, true) => Some((2, 4)),
+        (Form::Q5K | Form::Sub16, true) => None,
+    }
+}
+
+/// Nanoseconds that a warp takes for 64 inputs of a strip, beside 7 others.
+const fn chunk_ns(form: Form) -> f64 {
+    match form {
+        Form::Bf16 | Form::Fp8 | Form::Fp8Block => 51.0,
+        Form::Int8 | Form::Int8Min => 60.0,
+        Form::Nvfp4 | Form::Int4 | Form::Int4Bf16 | Form::Int4Min => 64.0,
+        Form::Q4K | Form::Q5K | Form::Sub16 => 77.0,
+    }
+}
+
+/// Above this a launch is bound by the memory and not by its own latency.
+const LARGE_BYTES: usize = 32 << 20;
+/// Shared memory of one of a multiprocessor's two blocks.
+const SHARED_OF_TWO: usize = 113 << 10;
+
+impl Choice {
+    /// The shape of a product: `groups` matrices of `shape` (1, or the experts that a batch may choose), their sums in
+    /// at most `most_planes` planes, on `multiprocessors`.
+    pub fn of(
+        shape: PackedShape,
+        rows: usize,
+        gated: bool,
+        most_planes: usize,
+        multiprocessors: usize,
+    ) -> Choice {
+        let form = shape.form;
+        let integer = !matches!(form, Form::Bf16 | Form::Fp8 | Form::Fp8Block | Form::Nvfp4);
+        let two = ring(form, true).is_some();
+        let four_bits = matches!(form, Form::Nvfp4 | Form::Int4 | Form::Int4Bf16 | Form::Int4Min);
+        // Inputs that are no whole chunk need the zeros that only the copy in shared memory has.
+        let ragged = !shape.cols.is_multiple_of(form.chunk_inputs());
+        let variant = match rows {
+            _ if ragged => Variant::Shared,
+            1 if shape.bytes() >= LARGE_BYTES && four_bits => Variant::SharedTwo,
+            1 if shape.bytes() >= LARGE_BYTES && form != Form::Bf16 => Variant::Shared,
+            8.. if two && !integer => Variant::GlobalTwo,
+            _ => Variant::Global,
+        };
+        let choice = Choice::balance(variant, shape, rows, gated, most_planes, multiprocessors, 1);
+        match variant {
+            Variant::Shared | Variant::SharedTwo if !ragged && choice.shared(shape, rows) > SHARED_OF_TWO => {
+                let variant =
+                    if variant == Variant::Shared || !two { Variant::Global } else { Variant::GlobalTwo };
+                Choice::balance(variant, shape, rows, gated, most_planes, multiprocessors, 1)
+            }
+            _ => choice,
+        }
+    }
+
+    /// The shape of a product with `chosen` of many experts.
+    fn of_experts(
+        variant: Variant,
+        shape: PackedShape,
+        rows: usize,
+        chosen: usize,
+        most_planes: usize,
+        sms: usize,
+    ) -> Choice {
+        Choice::balance(variant, shape, rows, variant == Variant::Up, most_planes, sms, chosen)
+    }
+
+    /// The groups of strips and planes with the shortest time by a plain model: the bytes of the fullest
+    /// multiprocessor, or the rounds of a warp.
+    fn balance(
+        variant: Variant,
+        shape: PackedShape,
+        rows: usize,
+        gated: bool,
+        most_planes: usize,
+        sms: usize,
+        groups: usize,
+    ) -> Choice {
+        let pieces = shape.form.chunk_inputs() / 64;
+        let sum_groups = if variant == Variant::Down { groups } else { 1 };
+        let chunks = shape.chunks() * sum_groups;
+        let mut best = (f64::INFINITY, 0, 1, 1);
+        for lwm in 0..4 {
+            let unit = (1 << lwm) * variant.strips();
+            if gated && unit < 2 {
+                continue;
+            }
+            let units = shape.strips().div_ceil(unit) * if variant == Variant::Up { groups } else { 1 };
+            for planes in 1..=most_planes.clamp(1, MAX_PLANES) {
+                if planes > 1 && chunks * pieces / planes < 4 {
+                    continue;
+                }
+                let all = units * planes;
+                let blocks = all.min(2 * sms / planes * planes);
+                let cut = chunks.div_ceil(planes);
+                let bytes = all.div_ceil(sms) * unit * cut * shape.form.chunk_bytes();
+                let rounds = all.div_ceil(blocks) * (cut.div_ceil(8 >> lwm) * pieces * variant.strips());
+                let memory = bytes as f64 / 33.0;
+                let warps = rounds as f64 * chunk_ns(shape.form) + (all.div_ceil(blocks) * 350) as f64;
+                let time = memory.max(warps) + 0.25 * memory.min(warps) + 60.0 * planes as f64;
+                if time < best.0 {
+                    best = (time, lwm, planes, blocks);
+                }
+            }
+        }
+        let (_, lwm, planes, blocks) = best;
+        Choice { variant, tiles: rows.div_ceil(8), lwm, planes, blocks }
+    }
+
+    fn kernel(self, form: Form) -> Kernel {
+        let entries = ENTRIES.iter().find(|e| e.form == form).expect("every form has its kernels");
+        let n2 = self.tiles > 1;
+        let entry = match self.variant {
+            Variant::Global => entries.global[usize::from(n2)],
+            Variant::GlobalTwo => entries.global_two[usize::from(n2)],
+            Variant::Shared => entries.shared,
+            Variant::SharedTwo => entries.shared_two,
+            Variant::Up => entries.up[usize::from(n2)],
+            Variant::Down => entries.down[usize::from(n2)],
+        };
+        Kernel::new(entries.family, entry)
+    }
+
+    /// Shared memory of a block.
+    fn shared(self, shape: PackedShape, rows: usize) -> usize {
+        let strips = self.variant.strips();
+        let (cw, ns) = ring(shape.form, strips == 2).expect("chosen only where there is one");
+        let scratch = if matches!(shape.form, Form::Q4K | Form::Q5K) { 1024 } else { 0 };
+        let own = ns * 8 * cw * strips * shape.form.chunk_bytes()
+            + 8 * strips * scratch
+            + 2 * 8 * strips * self.tiles * 512
+            + (2 * ns + 4) * 8;
+        let x = match self.variant {
+            Variant::Shared | Variant::SharedTwo => {
+                let inputs = (shape.chunks().div_ceil(self.planes) + 1) * shape.form.chunk_inputs();
+                rows * (inputs * 2 + 16)
+            }
+            _ => 0,
+        };
+        own + x
+    }
+}
+
+struct Entries {
+    form: Form,
+    family: &'static str,
+    global: [&'static str; 2],
+    global_two: [&'static str; 2],
+    shared: &'static str,
+    shared_two: &'static str,
+    up: [&'static str; 2],
+    down: [&'static str; 2],
+}
+
+macro_rules! entries {
+    ($($form:ident $name:literal),*) => {
+        [$(Entries {
+            form: Form::$form,
+            family: concat!("skinny_", $name, "_sm90"),
+            global: [concat!("skinny_", $name, "_n1_g1"), concat!("skinny_", $name, "_n2_g1")],
+            global_two: [concat!("skinny_", $name, "_n1_g2"), concat!("skinny_", $name, "_n2_g2")],
+            shared: concat!("skinny_", $name, "_n1_s1"),
+            shared_two: concat!("skinny_", $name, "_n1_s2"),
+            up: [concat!("skinny_", $name, "_n1_up"), concat!("skinny_", $name, "_n2_up")],
+            down: [concat!("skinny_", $name, "_n1_down"), concat!("skinny_", $name, "_n2_down")],
+        }),*]
+    };
+}
+
+static ENTRIES: [Entries; 12] = entries![
+    Bf16 "bf16", Fp8 "fp8", Fp8Block "fp8_block", Nvfp4 "nvfp4", Int4 "int4", Int4Bf16 "int4_bf16",
+    Int4Min "int4_min", Int8 "int8", Int8Min "int8_min", Q4K "q4_k", Q5K "q5_k", Sub16 "sub16"
+];
+
+fn refuse(what: String) -> Error {
+    Error::Shape { kernel: "skinny_gemm", what }
+}
+
+/// Queues a product. Returns how many planes of sums were written.
+///
+/// # Errors
+/// `Shape` for rows beyond 16, a stride of x that is no multiple of 8, a gated matrix whose halves are no whole strips,
+/// inputs that are neither whole chunks nor small enough for shared memory.
+///
+/// # Safety
+/// All pointers are what their fields say, 16-byte aligned, and stay so until the work is done.
+pub unsafe fn linear(queue: Queue<'_>, call: &Linear) -> Result<usize> {
+    let shape = call.weights.shape;
+    let gated = matches!(call.output, Output::Gated(_));
+    check(shape, call.rows, call.x_stride, gated)?;
+    let sms = queue.stream.context().info.multiprocessors as usize;
+    let most_planes = match call.output {
+        Output::F32 { softcap } if softcap == 0.0 => call.most_planes,
+        _ => 1,
+    };
+    let choice = Choice::of(shape, call.rows, gated, most_planes, sms);
+    if choice.tiles > 1 && matches!(choice.variant, Variant::Shared | Variant::SharedTwo) {
+        return Err(refuse(format!("{} inputs for more than 8 rows", shape.cols)));
+    }
+    let mut args = arguments(&call.weights, call.rows, choice);
+    args.x = call.x;
+    args.ldx = call.x_stride as i32;
+    args.out = call.out;
+    args.ldo = call.out_stride as i32;
+    match call.output {
+        Output::F32 { softcap } => args.softcap = softcap,
+        Output::Bf16 => args.epilogue = 1,
+        Output::Gated(gate) => {
+            args.epilogue = 2;
+            args.activation = gate as i32;
+            args.m /= 2;
+        }
+        Output::GateTimes { gate, times, stride } => {
+            args.epilogue = 3;
+            args.activation = gate as i32;
+            args.times = times;
+            args.ld_times = stride as i32;
+        }
+    }
+    // SAFETY: the caller's; the shape is the kernel's own.
+    unsafe { launch(queue, shape, call.rows, choice, &args)? };
+    Ok(choice.planes)
+}
+
+/// The planes that [`linear`] would write for this product.
+pub fn planes(shape: PackedShape, rows: usize, most_planes: usize, multiprocessors: usize) -> usize {
+    Choice::of(shape, rows, false, most_planes, multiprocessors).planes
+}
+
+/// Gate and up of chosen experts: `hidden[group][row] = weight[group][row] * f(gate) * up` in bf16, zero where the row
+/// did not choose the group's expert.
+#[derive(Clone, Copy, Debug)]
+pub struct ExpertsUp {
+    /// Gate rows, then up rows, of every expert.
+    pub weights: Weights,
+    /// The choice.
+    pub chosen: Chosen,
+    /// Experts that each row chooses.
+    pub top_k: usize,
+    /// bf16 `[rows][x_stride]`.
+    pub x: DevPtr,
+    /// Values from row to row of `x`.
+    pub x_stride: usize,
+    /// Rows, 1 to 16.
+    pub rows: usize,
+    /// `[groups][rows][hidden_stride]`, room for `min(experts, rows * top_k)` groups.
+    pub hidden: DevPtr,
+    /// Values from row to row of `hidden`, a multiple of 8.
+    pub hidden_stride: usize,
+    /// Activation.
+    pub gate: Gate,
+}
+
+/// Queues [`ExpertsUp`].
+///
+/// # Errors
+/// `Shape`, as [`linear`].
+///
+/// # Safety
+/// As [`linear`]; the ids in `chosen` are experts of the stack.
+pub unsafe fn experts_up(queue: Queue<'_>, call: &ExpertsUp) -> Result<()> {
+    let shape = call.weights.shape;
+    check(shape, call.rows, call.x_stride, true)?;
+    whole_chunks(shape)?;
+    let sms = queue.stream.context().info.multiprocessors as usize;
+    let groups = likely_groups(call.rows, call.top_k);
+    let choice = Choice::of_experts(Variant::Up, shape, call.rows, groups, 1, sms);
+    let mut args = arguments(&call.weights, call.rows, choice);
+    args.x = call.x;
+    args.ldx = call.x_stride as i32;
+    args.out = call.hidden;
+    args.ldo = call.hidden_stride as i32;
+    args.m /= 2;
+    args.groups = call.chosen.groups;
+    args.group_weight = call.chosen.weights;
+    args.activation = call.gate as i32;
+    // SAFETY: the caller's; the shape is the kernel's own.
+    unsafe { launch(queue, shape, call.rows, choice, &args) }
+}
+
+/// Down of chosen experts, summed over them: `out[row] = sum over groups of Down_group hidden[group][row]`.
+#[derive(Clone, Copy, Debug)]
+pub struct ExpertsDown {
+    /// All experts' matrices.
+    pub weights: Weights,
+    /// The choice; its weights are in `hidden` already.
+    pub chosen: Chosen,
+    /// Experts that each row chooses.
+    pub top_k: usize,
+    /// bf16 `[groups][rows][hidden_stride]`.
+    pub hidden: DevPtr,
+    /// Values from row to row of `hidden`, a multiple of 8.
+    pub hidden_stride: usize,
+    /// Rows, 1 to 16.
+    pub rows: usize,
+    /// float32 `[planes][rows][out_stride]`.
+    pub out: DevPtr,
+    /// Values from row to row of `out`.
+    pub out_stride: usize,
+    /// Planes that `out` has room for.
+    pub most_planes: usize,
+}
+
+/// Queues [`ExpertsDown`]. Returns how many planes of sums were written.
+///
+/// # Errors
+/// `Shape`, as [`linear`].
+///
+/// # Safety
+/// As [`experts_up`].
+pub unsafe fn experts_down(queue: Queue<'_>, call: &ExpertsDown) -> Result<usize> {
+    let shape = call.weights.shape;
+    check(shape, call.rows, call.hidden_stride, false)?;
+    whole_chunks(shape)?;
+    let sms = queue.stream.context().info.multiprocessors as usize;
+    let groups = likely_groups(call.rows, call.top_k);
+    let choice = Choice::of_experts(Variant::Down, shape, call.rows, groups, call.most_planes, sms);
+    let mut args = arguments(&call.weights, call.rows, choice);
+    args.x = call.hidden;
+    args.ldx = call.hidden_stride as i32;
+    args.out = call.out;
+    args.ldo = call.out_stride as i32;
+    args.groups = call.chosen.groups;
+    args.group_weight = call.chosen.weights;
+    // SAFETY: the caller's; the shape is the kernel's own.
+    unsafe { launch(queue, shape, call.rows, choice, &args)? };
+    Ok(choice.planes)
+}
+
+/// Distinct experts that the launch shape is chosen for: all different for one row, fewer for many.
+fn likely_groups(rows: usize, top_k: usize) -> usize {
+    let all = MAX_EXPERTS as f64;
+    (all * (1.0 - (1.0 - top_k as f64 / all).powi(rows as i32))).round().max(1.0) as usize
+}
+
+fn check(shape: PackedShape, rows: usize, x_stride: usize, gated: bool) -> Result<()> {
+    if rows == 0 || rows > MAX_ROWS {
+        return Err(refuse(format!("{rows} rows, it takes 1 to {MAX_ROWS}")));
+    }
+    if !x_stride.is_multiple_of(8) || !shape.cols.is_multiple_of(8) {
+        return Err(refuse(format!(
+            "{} inputs, {x_stride} from row to row: multiples of 8 are wanted",
+            shape.cols
+        )));
+    }
+    if gated && !shape.rows.is_multiple_of(32) {
+        return Err(refuse(format!(
+            "gate and up of {} outputs together, a multiple of 32 is wanted",
+            shape.rows
+        )));
+    }
+    Ok(())
+}
+
+fn whole_chunks(shape: PackedShape) -> Result<()> {
+    match shape.cols.is_multiple_of(shape.form.chunk_inputs()) && shape.rows.is_multiple_of(16) {
+        true => Ok(()),
+        false => Err(refuse(format!("experts of {} x {}", shape.rows, shape.cols))),
+    }
+}
+
+fn arguments(weights: &Weights, rows: usize, choice: Choice) -> SkinnyArgs {
+    let shape = weights.shape;
+    SkinnyArgs {
+        w: weights.strips,
+        row_scale: weights.row_scales,
+        x: DevPtr::NULL,
+        out: DevPtr::NULL,
+        times: DevPtr::NULL,
+        groups: DevPtr::NULL,
+        group_weight: DevPtr::NULL,
+        strip_bytes: shape.strip_bytes() as u64,
+        group_bytes: shape.bytes() as u64,
+        strips: shape.strips() as i32,
+        k: shape.cols as i32,
+        chunks: shape.chunks() as i32,
+        ldx: 0,
+        rows: rows as i32,
+        ldo: 0,
+        m: shape.rows as i32,
+        lwm: choice.lwm as i32,
+        planes: choice.planes as i32,
+        epilogue: 0,
+        activation: 0,
+        ld_times: 0,
+        softcap: 0.0,
+    }
+}
+
+/// # Safety
+/// As [`linear`].
+unsafe fn launch(
+    queue: Queue<'_>,
+    shape: PackedShape,
+    rows: usize,
+    choice: Choice,
+    args: &SkinnyArgs,
+) -> Result<()> {
+    let grid = Shape::new(choice.blocks as u32, 288).shared(choice.shared(shape, rows) as u32).dependent();
+    // SAFETY: the caller's.
+    unsafe { queue.launch(choice.kernel(shape.form), grid, args) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn choice(form: Form, rows: usize, cols: usize, n: usize, planes: usize) -> (usize, usize, usize) {
+        let c = Choice::of(PackedShape { form, rows, cols }, n, false, planes, 132);
+        (1 << c.lwm, c.planes, c.blocks)
+    }
+
+    #[test]
+    fn small_matrices_get_one_unit_a_block() {
+        // As the sweep of experiments/cuda found best.
+        assert_eq!(choice(Form::Nvfp4, 8192, 2816, 1, 1), (2, 1, 256));
+        assert_eq!(choice(Form::Bf16, 1536, 6144, 1, 3), (1, 2, 192));
+        assert_eq!(choice(Form::Fp8, 2816, 2112, 1, 3), (2, 3, 264));
+    }
+
+    #[test]
+    fn shared_memory_always_fits() {
+        for form in Form::ALL {
+            for cols in [256, 768, 1536, 2816, 5376, 8192, 21504, 22528] {
+                for rows in [16, 1536, 2816, 43008, 262144] {
+                    for n in 1..=16 {
+                        let shape = PackedShape { form, rows, cols };
+                        let c = Choice::of(shape, n, false, 3, 132);
+                        assert!(c.shared(shape, n) <= SHARED_OF_TWO, "{form:?} {rows} x {cols}, {n} rows");
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,219 @@
+//! Weight matrices on the device, in the bytes of their files.
+//!
+//! Stacked parts of one format are laid end to end, so that a matrix of 128 experts is one run of rows. Scales
+//! beside the codes take one of two forms: one float a row (a tensor's scale is repeated, which changes no
+//! product), or an array of blocks.
+
+use lapidary_formats::{Format, Scales, TensorView, validate};
+use lapidary_ops::{Error, Result};
+
+use crate::args::{MatrixArgs, PartArgs};
+use crate::driver::{Arena, DevPtr, Stream};
+
+/// A matrix of stacked parts, `[rows, cols]` = `[outputs, inputs]`.
+#[derive(Debug)]
+pub(crate) struct Matrix {
+    /// What kernels take.
+    pub args: MatrixArgs,
+}
+
+/// Where weights go.
+pub(crate) struct Store<'a> {
+    pub arena: &'a mut Arena,
+    pub stream: &'a Stream,
+}
+
+impl Matrix {
+    /// Checks the parts and copies them to the device.
+    ///
+    /// # Errors
+    /// `Tensor` for parts of unequal width and values that the format's rules forbid, `OutOfMemory`.
+    pub fn new(store: &mut Store<'_>, parts: &[TensorView<'_>]) -> Result<Matrix> {
+        let Some(first) = parts.first() else {
+            return Err(Error::Tensor { tensor: "matrix".into(), reason: "has no parts".into() });
+        };
+        let mut rows = 0usize;
+        for part in parts {
+            let fail = |reason: String| Err(Error::Tensor { tensor: part.name.clone(), reason });
+            if part.cols != first.cols {
+                return fail(format!("has {} columns, {} has {}", part.cols, first.name, first.cols));
+            }
+            check(part)?;
+            rows += part.rows;
+            if rows > i32::MAX as usize || part.cols > i32::MAX as usize {
+                return fail(format!("{rows} x {} is more than a kernel counts to", part.cols));
+            }
+        }
+        let (mut runs, mut next) = (Vec::new(), 0);
+        while next < parts.len() {
+            let len = 1 + parts[next..].windows(2).take_while(|pair| stacks(&pair[0], &pair[1])).count();
+            let first_row = parts[..next].iter().map(|p| p.rows).sum();
+            runs.push(store.run(&parts[next..next + len], first_row)?);
+            next += len;
+        }
+        let table: Vec<u8> = runs.iter().flat_map(run_bytes).collect();
+        let args = MatrixArgs {
+            parts: store.put(&[&table])?,
+            count: runs.len() as i32,
+            rows: rows as i32,
+            cols: first.cols as i32,
+            pad: 0,
+        };
+        Ok(Matrix { args })
+    }
+}
+
+/// Checks lengths, scales and codes, with as many threads as there are cores where there is much to check.
+fn check(part: &TensorView<'_>) -> Result<()> {
+    const WORTH_A_THREAD: usize = 4 << 20;
+    let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
+    let threads = cores.min(part.bytes.len() / WORTH_A_THREAD).min(part.rows).max(1);
+    let sane =
+        part.format.row_bytes(part.cols).and_then(|b| b.checked_mul(part.rows)) == Some(part.bytes.len());
+    let result = if threads == 1 || !sane {
+        validate(part)
+    } else {
+        std::thread::scope(|s| {
+            let border = |t: usize| part.rows * t / threads;
+            let ask = |t| move || validate(&part.slice_rows(border(t), border(t + 1) - border(t)));
+            let workers: Vec<_> = (0..threads).map(|t| s.spawn(ask(t))).collect();
+            let results = workers.into_iter().map(|w| w.join().expect("a check does not panic"));
+            results.collect::<Vec<_>>().into_iter().collect()
+        })
+    };
+    result.map_err(|e| Error::Tensor { tensor: part.name.clone(), reason: e.to_string() })
+}
+
+/// Whether `next` can be laid behind `before` as one run of rows.
+fn stacks(before: &TensorView<'_>, next: &TensorView<'_>) -> bool {
+    before.format == next.format
+        && match (&before.scales, &next.scales) {
+            (Scales::Block128 { first_row, .. }, Scales::Block128 { first_row: after, .. }) => {
+                (first_row + before.rows).is_multiple_of(128) && after.is_multiple_of(128)
+            }
+            (Scales::Block128 { .. }, _) | (_, Scales::Block128 { .. }) => false,
+            _ => true,
+        }
+}
+
+impl Store<'_> {
+    /// Copies pieces to the device, end to end.
+    fn put(&mut self, pieces: &[&[u8]]) -> Result<DevPtr> {
+        let ptr = self.arena.take(pieces.iter().map(|p| p.len()).sum())?;
+        let mut at = 0;
+        for piece in pieces {
+            // SAFETY: the sum of all pieces was taken; the memory is not pinned, so it is read by now.
+            unsafe { self.stream.upload(ptr.at(at), piece)? };
+            at += piece.len();
+        }
+        Ok(ptr)
+    }
+
+    /// Takes over parts of one format and kind of scale.
+    fn run(&mut self, parts: &[TensorView<'_>], first_row: usize) -> Result<PartArgs> {
+        let first = &parts[0];
+        let rows: usize = parts.iter().map(|p| p.rows).sum();
+        let codes: Vec<&[u8]> = parts.iter().map(|p| p.bytes).collect();
+        let mut run = PartArgs {
+            codes: self.put(&codes)?,
+            scales: DevPtr::NULL,
+            row_scale: DevPtr::NULL,
+            row_bytes: first.row_bytes() as i64,
+            first_row: first_row as i32,
+            rows: rows as i32,
+            format: format_code(first.format),
+            block_cols: 0,
+            first_scaled_row: 0,
+            pad: 0,
+        };
+        let (mut row_scales, mut blocks) = (Vec::new(), Vec::new());
+        let mut any_row_scale = false;
+        for part in parts {
+            match &part.scales {
+                Scales::None => row_scales.extend(std::iter::repeat_n(1.0f32, part.rows)),
+                Scales::Tensor(scale) => {
+                    any_row_scale = true;
+                    row_scales.extend(std::iter::repeat_n(*scale, part.rows));
+                }
+                Scales::Row(scales) => {
+                    any_row_scale = true;
+                    row_scales.extend_from_slice(scales);
+                }
+                Scales::Block128 { values, first_row } => {
+                    let across = part.cols.div_ceil(128);
+                    let (from, to) = (first_row / 128, (first_row + part.rows).div_ceil(128));
+                    if run.block_cols == 0 {
+                        run.block_cols = across as i32;
+                        run.first_scaled_row = (first_row % 128) as i32;
+                    }
+                    let needed = &values[from * across..to * across];
+                    blocks.extend(needed.iter().flat_map(|v| v.to_le_bytes()));
+                }
+                Scales::Nvfp4 { blocks: scales, tensor } => {
+                    any_row_scale = true;
+                    row_scales.extend(std::iter::repeat_n(*tensor, part.rows));
+                    blocks.extend_from_slice(scales);
+                }
+                Scales::Group32Bf16(scales) => blocks.extend_from_slice(scales),
+            }
+        }
+        if any_row_scale {
+            let scales: Vec<u8> = row_scales.iter().flat_map(|v| v.to_le_bytes()).collect();
+            run.row_scale = self.put(&[&scales])?;
+        }
+        if !blocks.is_empty() {
+            run.scales = self.put(&[&blocks])?;
+        }
+        Ok(run)
+    }
+}
+
+/// The number that kernels know a format by: `enum Format` of kernels/common/decode.cuh.
+fn format_code(format: Format) -> i32 {
+    Format::ALL.iter().position(|&f| f == format).map_or(-1, |i| i as i32)
+}
+
+fn run_bytes(run: &PartArgs) -> [u8; size_of::<PartArgs>()] {
+    // SAFETY: plain numbers without padding.
+    unsafe { std::mem::transmute(*run) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn formats_have_the_numbers_of_the_kernels() {
+        // The order of `enum Format` in decode.cuh.
+        let text = include_str!("../kernels/common/decode.cuh");
+        let body = text.split("enum Format {").nth(1).and_then(|t| t.split('}').next()).unwrap();
+        let names: Vec<String> = body
+            .split(',')
+            .map(|n| n.trim().replace('_', "").to_lowercase())
+            .filter(|n| !n.is_empty())
+            .collect();
+        let ours = Format::ALL.map(|f| match f {
+            Format::Fp8E4M3 => "fp8".to_string(),
+            other => format!("{other:?}").replace('_', "").to_lowercase(),
+        });
+        assert_eq!(names, ours);
+    }
+
+    #[test]
+    fn blocks_stack_only_at_their_borders() {
+        let view = |rows, first_row| TensorView {
+            name: "w".into(),
+            rows,
+            cols: 128,
+            format: Format::Fp8E4M3,
+            bytes: &[],
+            scales: Scales::Block128 { values: Vec::new(), first_row },
+        };
+        assert!(stacks(&view(256, 0), &view(5, 0)));
+        assert!(!stacks(&view(250, 0), &view(5, 0)));
+        assert!(!stacks(&view(256, 0), &view(5, 64)));
+        assert!(stacks(&view(64, 64), &view(5, 128)));
+        let row = TensorView { scales: Scales::Tensor(1.0), ..view(256, 0) };
+        assert!(!stacks(&view(256, 0), &row) && stacks(&row, &row));
+    }
+}

@@ -1,0 +1,396 @@
+//! Products with packed weights, against float64.
+//!
+//! Allowed error of one sum. Products are exact (8 bits of x by at most 8 of a weight or code). A tensor core adds
+//! 16 products and the sum so far with at most 2^-23 of the largest of them lost; a warp has at most k / 16 such steps (and 32
+//! more roundings: block scales, the warps' sums, the row's scale). Every intermediate is at most the sum of the
+//! magnitudes, so `(k / 16 + 32) 2^-23 sum |w x|` holds always. Errors that size never add up in one direction; taken
+//! together they stay below 2e-5, or for codes stored with an offset that much of the larger sums.
+
+use half::bf16;
+use lapidary_cuda::kernels::skinny_gemm::{
+    Chosen, ExpertsDown, ExpertsUp, Gate, Linear, MAX_PLANES, Output, experts_down, experts_up, linear,
+};
+use lapidary_formats::{Format, Scaling};
+
+use crate::lab::{Judge, Lab, Packed, decode, dot, matrix, random, random_bf16};
+
+const KINDS: [(Format, Scaling); 18] = [
+    (Format::Bf16, Scaling::Usual),
+    (Format::Fp8E4M3, Scaling::Tensor),
+    (Format::Fp8E4M3, Scaling::Row),
+    (Format::Fp8E4M3, Scaling::Block128),
+    (Format::Nvfp4, Scaling::Usual),
+    (Format::GgufNvfp4, Scaling::Tensor),
+    (Format::Q4_0, Scaling::Usual),
+    (Format::Int4G32, Scaling::Usual),
+    (Format::Q4_1, Scaling::Usual),
+    (Format::Q8_0, Scaling::Usual),
+    (Format::Q5_0, Scaling::Usual),
+    (Format::Iq4Nl, Scaling::Usual),
+    (Format::Q5_1, Scaling::Usual),
+    (Format::Q4K, Scaling::Usual),
+    (Format::Q5K, Scaling::Usual),
+    (Format::Q6K, Scaling::Usual),
+    (Format::Q3K, Scaling::Usual),
+    (Format::Iq4Xs, Scaling::Usual),
+];
+
+fn allowed(k: usize, size: f64) -> f64 {
+    (k / 16 + 32) as f64 * 2f64.powi(-23) * size + 1e-30
+}
+
+fn gelu(u: f64) -> f64 {
+    0.5 * u * (1.0 + ((2.0 / std::f64::consts::PI).sqrt() * (u + 0.044715 * u * u * u)).tanh())
+}
+
+/// Some rows of a tall matrix: the first and last strip, and every 97th.
+fn picked(m: usize) -> Vec<usize> {
+    (0..m).filter(|&i| m <= 200 || i < 16 || i + 20 > m || i % 97 == 0).collect()
+}
+
+/// Plain products at `rows` rows of `m x k`, in planes and not, in float32 and bf16, with softcap.
+fn plain(lab: &Lab, format: Format, scaling: Scaling, m: usize, k: usize, rows: usize) {
+    let what = format!("{format} {scaling:?} {m} x {k}, {rows} rows");
+    let encoded = matrix(format, scaling, m, k, 7);
+    let view = encoded.view("w");
+    let packed = Packed::stack(lab, std::slice::from_ref(&view));
+    let (x_stride, out_stride) = (k.next_multiple_of(8) + 24, m + 5);
+    let x = random_bf16(rows * x_stride, 3);
+    let device_x = lab.bf16(&x);
+    let pick = picked(m);
+    let reference = decode(&view, &pick);
+    let call = |out: &lapidary_cuda::driver::Block, output, most_planes| Linear {
+        weights: packed.weights(),
+        x: device_x.ptr(),
+        x_stride,
+        rows,
+        out: out.ptr(),
+        out_stride,
+        output,
+        most_planes,
+    };
+    for most_planes in [1, MAX_PLANES] {
+        let out = lab.poisoned(MAX_PLANES * rows * out_stride * 4);
+        let mut planes = 0;
+        let bytes = lab.twice(&out, || {
+            // SAFETY: the buffers are as large as the call says.
+            planes = unsafe {
+                linear(lab.queue(), &call(&out, Output::F32 { softcap: 0.0 }, most_planes)).unwrap()
+            };
+        });
+        let out: Vec<f32> = bytes.as_chunks::<4>().0.iter().map(|&b| f32::from_le_bytes(b)).collect();
+        let mut judge = Judge::new(&what);
+        let mut wide = 0.0f64;
+        for n in 0..rows {
+            for (&i, (w, sizes)) in pick.iter().zip(&reference) {
+                let sum: f32 = (0..planes).map(|p| out[(p * rows + n) * out_stride + i]).sum();
+                let (expected, size) = dot(w, sizes, &x[n * x_stride..][..k]);
+                wide = wide.max(size / expected.abs().max(size * 1e-2));
+                judge.see((n, i), sum, expected, allowed(k, size));
+            }
+            // Nothing beyond the matrix's outputs is touched.
+            let beyond = &out[n * out_stride + m..(n + 1) * out_stride];
+            assert!(beyond.iter().all(|v| v.to_bits() == u32::MAX), "{what}");
+        }
+        judge.finish(if matches!(format, Format::Q5_0 | Format::Q6K | Format::Q3K) { 1e-4 } else { 2e-5 });
+    }
+    let out = lab.poisoned(rows * out_stride * 4);
+    for softcap in [false, true] {
+        let output = if softcap { Output::F32 { softcap: 0.3 } } else { Output::Bf16 };
+        // SAFETY: as above.
+        unsafe { linear(lab.queue(), &call(&out, output, 1)).unwrap() };
+        let values = if softcap {
+            lab.read_f32(&out, rows * out_stride)
+        } else {
+            lab.read_bf16(&out, rows * out_stride)
+        };
+        let mut judge = Judge::new(&what);
+        for n in 0..rows {
+            for (&i, (w, sizes)) in pick.iter().zip(&reference) {
+                let (sum, size) = dot(w, sizes, &x[n * x_stride..][..k]);
+                // tanhf errs by 2 ulp at most; a bf16 is within 2^-8 of its value.
+                let (expected, rounding) = match softcap {
+                    true => (0.3 * (sum / 0.3).tanh(), 1e-6),
+                    false => (sum, sum.abs() * 2f64.powi(-8)),
+                };
+                judge.see((n, i), values[n * out_stride + i], expected, allowed(k, size) + rounding);
+            }
+        }
+        judge.finish(4e-3);
+    }
+}
+
+#[test]
+fn every_form_at_odd_sizes() {
+    let Some(lab) = Lab::new() else { return };
+    for (format, scaling) in KINDS {
+        for rows in [1, 2, 3, 5, 8] {
+            plain(&lab, format, scaling, 157, 3 * 256, rows);
+        }
+        for rows in [9, 13, 16] {
+            plain(&lab, format, scaling, 336, 5 * 256, rows);
+        }
+        if format.block_len() <= 32 {
+            // Not whole chunks of 64.
+            plain(&lab, format, scaling, 45, 32 * 9, 4);
+        }
+    }
+}
+
+#[test]
+fn every_form_at_gemma_widths() {
+    let Some(lab) = Lab::new() else { return };
+    for (format, scaling) in KINDS {
+        plain(&lab, format, scaling, 2560, 1536, 1);
+        plain(&lab, format, scaling, 1536, 12288, 1);
+        plain(&lab, format, scaling, 2816, 4096, 7);
+        plain(&lab, format, scaling, 1536, 2048, 16);
+        if format.block_len() < 256 {
+            plain(&lab, format, scaling, 2816, 2112, 1);
+        }
+    }
+    for (format, scaling) in [KINDS[0], KINDS[2], KINDS[4], KINDS[9], KINDS[13], KINDS[15]] {
+        plain(&lab, format, scaling, 5376, 21504, 1);
+        plain(&lab, format, scaling, 16384, 5376, 1);
+        plain(&lab, format, scaling, 5376, 8192, 8);
+        plain(&lab, format, scaling, 8192, 2816, 16);
+    }
+}
+
+#[test]
+fn gate_and_up_are_multiplied_where_they_meet() {
+    let Some(lab) = Lab::new() else { return };
+    for (format, scaling) in KINDS {
+        for (width, k, rows, gate) in
+            [(48, 768, 1, Gate::GeluTanh), (208, 512, 6, Gate::Silu), (112, 1280, 11, Gate::GeluTanh)]
+        {
+            let what = format!("{format} {scaling:?} 2 x {width} x {k}, {rows} rows");
+            let encoded = matrix(format, scaling, 2 * width, k, 11);
+            let view = encoded.view("w");
+            let packed = Packed::stack(&lab, std::slice::from_ref(&view));
+            let x: Vec<f32> = random_bf16(rows * k, 4).iter().map(|v| v * 2.0).collect();
+            let (device_x, out) = (lab.bf16(&x), lab.poisoned(rows * width * 2));
+            let times = random(rows * (2 * width + 3), 9);
+            let device_times = lab.f32(&times);
+            let mut call = Linear {
+                weights: packed.weights(),
+                x: device_x.ptr(),
+                x_stride: k,
+                rows,
+                out: out.ptr(),
+                out_stride: width,
+                output: Output::Gated(gate),
+                most_planes: 1,
+            };
+            // SAFETY: the buffers are as large as the call says.
+            lab.twice(&out, || unsafe {
+                linear(lab.queue(), &call).unwrap();
+            });
+            let found = lab.read_bf16(&out, rows * width);
+            let all: Vec<usize> = (0..2 * width).collect();
+            let reference = decode(&view, &all);
+            let f = |u: f64| if gate == Gate::Silu { u / (1.0 + (-u).exp()) } else { gelu(u) };
+            let mut judge = Judge::new(&what);
+            for n in 0..rows {
+                let x = &x[n * k..][..k];
+                for i in 0..width {
+                    let (g, gs) = dot(&reference[i].0, &reference[i].1, x);
+                    let (u, us) = dot(&reference[width + i].0, &reference[width + i].1, x);
+                    // Both activations have slopes below 1.13; exp and tanh err by a few ulp.
+                    let error =
+                        1.2 * allowed(k, gs) * u.abs() + g.abs() * allowed(k, us) + 1e-5 * (g * u).abs();
+                    let expected = f(g) * u;
+                    judge.see(
+                        (n, i),
+                        found[n * width + i],
+                        expected,
+                        1.1 * error + expected.abs() * 2f64.powi(-8) + 1e-12,
+                    );
+                }
+            }
+            judge.finish(4e-3);
+
+            // The same matrix as a gate for something else.
+            let gated = lab.poisoned(rows * 2 * width * 2);
+            call.output = Output::GateTimes { gate, times: device_times.ptr(), stride: 2 * width + 3 };
+            (call.out, call.out_stride) = (gated.ptr(), 2 * width);
+            // SAFETY: as above.
+            unsafe { linear(lab.queue(), &call).unwrap() };
+            let found = lab.read_bf16(&gated, rows * 2 * width);
+            let mut judge = Judge::new(&what);
+            for n in 0..rows {
+                for i in 0..2 * width {
+                    let (g, gs) = dot(&reference[i].0, &reference[i].1, &x[n * k..][..k]);
+                    let t = f64::from(times[n * (2 * width + 3) + i]);
+                    let (expected, error) = (f(g) * t, (1.2 * allowed(k, gs) + 1e-5 * g.abs()) * t.abs());
+                    judge.see(
+                        (n, i),
+                        found[n * 2 * width + i],
+                        expected,
+                        1.1 * error + expected.abs() * 2f64.powi(-8) + 1e-12,
+                    );
+                }
+            }
+            judge.finish(4e-3);
+        }
+    }
+}
+
+#[test]
+fn experts_sum_over_whom_each_row_chose() {
+    let Some(lab) = Lab::new() else { return };
+    let kinds = KINDS.iter().copied();
+    for (format, scaling) in kinds {
+        let block = format.block_len();
+        let (hidden, width) = (if block == 256 { 512 } else { 448 }, if block == 256 { 256 } else { 192 });
+        let (experts, top_k) = (11, 3);
+        for rows in [1, 5, 8, 13] {
+            let what = format!("{format} {scaling:?} experts, {rows} rows");
+            let up: Vec<_> =
+                (0..experts).map(|e| matrix(format, scaling, 2 * width, hidden, 100 + e as u64)).collect();
+            let down: Vec<_> =
+                (0..experts).map(|e| matrix(format, scaling, hidden, width, 200 + e as u64)).collect();
+            let up: Vec<_> = up.iter().map(|e| e.view("up")).collect();
+            let down: Vec<_> = down.iter().map(|e| e.view("down")).collect();
+            let (packed_up, packed_down) = (Packed::stack(&lab, &up), Packed::stack(&lab, &down));
+            // Row n takes experts n, n + 2, n + 5 (mod 11, never 10): some alone, some shared.
+            let choice = |n: usize| [n % 10, (n + 2) % 10, (n + 5) % 10];
+            let weight = |n: usize, j: usize| 0.2 + 0.1 * j as f32 + 0.01 * n as f32;
+            let mut ids: Vec<i32> = (0..rows).flat_map(choice).map(|e| e as i32).collect();
+            ids.sort_unstable();
+            ids.dedup();
+            let groups = ids.len();
+            let mut list = vec![groups as i32];
+            list.extend(&ids);
+            list.resize(129, -1);
+            let mut weights = vec![0.0; groups * 16];
+            for n in 0..rows {
+                for (j, e) in choice(n).into_iter().enumerate() {
+                    let group = ids.iter().position(|&id| id == e as i32).unwrap();
+                    weights[group * 16 + n] = weight(n, j);
+                }
+            }
+            let (device_list, device_weights) = (lab.i32(&list), lab.f32(&weights));
+            let chosen = Chosen { groups: device_list.ptr(), weights: device_weights.ptr() };
+            let x: Vec<f32> = random_bf16(rows * hidden, 5).iter().map(|v| v * 2.0).collect();
+            let device_x = lab.bf16(&x);
+            let inner = lab.poisoned(groups * rows * width * 2);
+            let out = lab.poisoned(MAX_PLANES * rows * hidden * 4);
+            let call_up = ExpertsUp {
+                weights: packed_up.weights(),
+                chosen,
+                top_k,
+                x: device_x.ptr(),
+                x_stride: hidden,
+                rows,
+                hidden: inner.ptr(),
+                hidden_stride: width,
+                gate: Gate::GeluTanh,
+            };
+            // SAFETY: the buffers are as large as the call says.
+            lab.twice(&inner, || unsafe { experts_up(lab.queue(), &call_up).unwrap() });
+            let inner_values = lab.read_bf16(&inner, groups * rows * width);
+            let mut judge = Judge::new(&what);
+            let mut inputs = vec![0.0f32; groups * rows * width];
+            for (g, &id) in ids.iter().enumerate() {
+                let all: Vec<usize> = (0..2 * width).collect();
+                let reference = decode(&up[id as usize], &all);
+                for n in 0..rows {
+                    let w = f64::from(weights[g * 16 + n]);
+                    for i in 0..width {
+                        let at = (g * rows + n) * width + i;
+                        inputs[at] = inner_values[at];
+                        if w == 0.0 {
+                            assert_eq!(inner_values[at], 0.0, "{what}");
+                            continue;
+                        }
+                        let x = &x[n * hidden..][..hidden];
+                        let (a, asize) = dot(&reference[i].0, &reference[i].1, x);
+                        let (b, bsize) = dot(&reference[width + i].0, &reference[width + i].1, x);
+                        let expected = w * gelu(a) * b;
+                        let error =
+                            w * (1.2 * allowed(hidden, asize) * b.abs() + a.abs() * allowed(hidden, bsize));
+                        let error = error + w * 1e-5 * (a * b).abs();
+                        judge.see(
+                            (id, n, i),
+                            inner_values[at],
+                            expected,
+                            1.1 * error + expected.abs() * 2f64.powi(-8) + 1e-12,
+                        );
+                    }
+                }
+            }
+            judge.finish(4e-3);
+
+            for most_planes in [1, MAX_PLANES] {
+                let call_down = ExpertsDown {
+                    weights: packed_down.weights(),
+                    chosen,
+                    top_k,
+                    hidden: inner.ptr(),
+                    hidden_stride: width,
+                    rows,
+                    out: out.ptr(),
+                    out_stride: hidden,
+                    most_planes,
+                };
+                let mut planes = 0;
+                lab.twice(&out, || {
+                    // SAFETY: as above.
+                    planes = unsafe { experts_down(lab.queue(), &call_down).unwrap() };
+                });
+                let found = lab.read_f32(&out, planes * rows * hidden);
+                let mut judge = Judge::new(&what);
+                let all: Vec<usize> = (0..hidden).collect();
+                let reference: Vec<_> = ids.iter().map(|&id| decode(&down[id as usize], &all)).collect();
+                for n in 0..rows {
+                    for i in 0..hidden {
+                        let (mut expected, mut size) = (0.0, 0.0);
+                        for g in 0..groups {
+                            let x = &inputs[(g * rows + n) * width..][..width];
+                            let (v, s) = dot(&reference[g][i].0, &reference[g][i].1, x);
+                            (expected, size) = (expected + v, size + s);
+                        }
+                        let sum: f32 = (0..planes).map(|p| found[(p * rows + n) * hidden + i]).sum();
+                        judge.see((n, i), sum, expected, allowed(groups * width, size));
+                    }
+                }
+                judge.finish(if matches!(format, Format::Q5_0 | Format::Q6K | Format::Q3K) {
+                    1e-4
+                } else {
+                    2e-5
+                });
+            }
+        }
+    }
+}
+
+#[test]
+fn what_a_product_does_not_take_is_refused_by_name() {
+    let Some(lab) = Lab::new() else { return };
+    let encoded = matrix(Format::Bf16, Scaling::Usual, 40, 64, 1);
+    let view = encoded.view("w");
+    let packed = Packed::stack(&lab, std::slice::from_ref(&view));
+    let x = lab.bf16(&vec![bf16::ONE.to_f32(); 64 * 17]);
+    let out = lab.poisoned(17 * 40 * 4);
+    let good = Linear {
+        weights: packed.weights(),
+        x: x.ptr(),
+        x_stride: 64,
+        rows: 1,
+        out: out.ptr(),
+        out_stride: 40,
+        output: Output::Bf16,
+        most_planes: 1,
+    };
+    let bad = [
+        (Linear { rows: 17, ..good }, "17 rows"),
+        (Linear { x_stride: 65, ..good }, "multiples of 8"),
+        (Linear { output: Output::Gated(Gate::Silu), ..good }, "gate and up of 40"),
+    ];
+    for (call, says) in bad {
+        // SAFETY: refused before anything is launched.
+        let error = unsafe { linear(lab.queue(), &call).unwrap_err() };
+        assert!(error.to_string().contains(says), "{error}");
+    }
+}
