@@ -327,6 +327,16 @@ impl Backend for CudaBackend {
         self.kv.resize(&self.context, &self.stream, plan)
     }
 
+    fn timings(&mut self, on: bool) -> Result<()> {
+        match on && !self.options.profile {
+            false => Ok(()),
+            true => Err(Error::Unsupported {
+                device: "cuda".into(),
+                what: "times of phases come from a backend that was made to measure them".into(),
+            }),
+        }
+    }
+
     fn upload(&mut self, batch: &Batch) -> Result<()> {
         self.uploaded = false;
         for (what, rows, limit) in [
