@@ -101,19 +101,24 @@ impl Device {
         }
     }
 
-    /// Bytes a second that the device reads of its own memory; `None` for the processor, whose memory
-    /// [`read_bandwidth`](crate::bandwidth::read_bandwidth) measures, and where it cannot be measured.
-    pub fn read_bandwidth(self) -> Option<f64> {
+    /// Bytes a second that the device reads of its own memory. The processor's is for
+    /// [`read_bandwidth`](crate::bandwidth::read_bandwidth) to measure.
+    ///
+    /// # Errors
+    /// `Unsupported` for the processor and for a device that is not there.
+    pub fn read_bandwidth(self) -> Result<f64> {
+        let unsupported =
+            |what: String| lapidary_ops::Error::Unsupported { device: self.to_string(), what };
         match self {
-            Device::Cpu => None,
             #[cfg(feature = "cuda")]
             Device::Cuda { ordinal } => {
-                let context = lapidary_cuda::driver::Context::new(ordinal).ok()?;
-                let bytes = (context.free_bytes().ok()? / 2).min(4 << 30);
-                lapidary_cuda::kernels::bandwidth::measure(&context, bytes).ok()
+                let context = lapidary_cuda::driver::Context::new(ordinal);
+                let context = context.map_err(|e| unsupported(e.to_string()))?;
+                let bytes = (context.free_bytes().map_err(lapidary_ops::Error::from)? / 2).min(4 << 30);
+                let measured = lapidary_cuda::kernels::bandwidth::measure(&context, bytes);
+                Ok(measured.map_err(lapidary_ops::Error::from)?)
             }
-            #[cfg(not(feature = "cuda"))]
-            Device::Cuda { .. } => None,
+            _ => Err(unsupported("measuring the memory of a GPU".into()).into()),
         }
     }
 

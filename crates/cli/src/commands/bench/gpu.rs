@@ -102,7 +102,7 @@ fn measure(args: &Args, name: &str, checkpoint: &Checkpoint, random: Option<Form
         profile: args.profile,
         ..args.device.options(args.compute.compute)
     };
-    let ceiling = options.device.read_bandwidth().context("the device's memory could not be measured")?;
+    let ceiling = options.device.read_bandwidth()?;
     let start = Instant::now();
     let mut stepper = match random {
         // The plan of the header is not that of the random weights.
