@@ -3,6 +3,7 @@
     llama.py speed GGUF --threads T --prompt N --generate N [--depth N] [--repetitions N]
     llama.py start GGUF --threads T --text TEXT
     llama.py logits GGUF --threads T --ids IDS.json --from POSITION --output FILE.npy
+    llama.py greedy GGUF --threads T --ids IDS.json --generate N --output FILE.npz
 """
 
 import argparse
@@ -161,10 +162,32 @@ def logits(o) -> dict:
     return {"rows": len(rows)}
 
 
+def greedy(o) -> dict:
+    """N most likely tokens after each prompt: `tokens` [prompts, N], and the logits that they were taken from."""
+    import numpy
+
+    prompts = json.load(open(o.ids))
+    model = Model(o.model, o.threads, max(map(len, prompts)) + o.generate + 16)
+    tokens, rows = [], []
+    for ids in prompts:
+        model.clear()
+        feed, reply = ids, []
+        for _ in range(o.generate):
+            model.feed(feed)
+            row = numpy.ctypeslib.as_array(model.c.llama_get_logits_ith(model.context, -1), (model.vocab_size,)).copy()
+            rows.append(row)
+            reply.append(int(row.argmax()))
+            feed = reply[-1:]
+        tokens.append(reply)
+    shape = (len(prompts), o.generate, model.vocab_size)
+    numpy.savez(o.output, tokens=numpy.array(tokens), logits=numpy.stack(rows).reshape(shape))
+    return {"rows": len(rows)}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    for run in (speed, start, logits):
+    for run in (speed, start, logits, greedy):
         command = commands.add_parser(run.__name__)
         command.set_defaults(run=run)
         command.add_argument("model")
@@ -176,7 +199,10 @@ def main():
             command.add_argument("--text", required=True)
         else:
             command.add_argument("--ids", required=True)
-            command.add_argument("--from", dest="first", type=int, default=0)
+            if run is logits:
+                command.add_argument("--from", dest="first", type=int, default=0)
+            else:
+                command.add_argument("--generate", type=int, required=True)
             command.add_argument("--output", required=True)
     o = parser.parse_args()
     print(json.dumps(o.run(o)))

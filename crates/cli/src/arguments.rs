@@ -2,7 +2,10 @@
 
 use clap::{Parser, Subcommand};
 
-use crate::commands::{bench, chat, check, completions, dump, inspect, run, synth, tokenize};
+use crate::commands::{
+    batch, bench, chat, check, completions, convert, dump, eval, inspect, run, serve, steer, synth, tokenize,
+    verify,
+};
 #[cfg(feature = "hub")]
 use crate::commands::{list, pull, rm};
 
@@ -15,7 +18,8 @@ use crate::commands::{list, pull, rm};
     disable_help_subcommand = true,
     after_help = "MODEL is a folder with config.json and .safetensors files, a .gguf file, or owner/name[:quant] from the \
 hub.\n\nFirst steps:\n  lapidary check                     is this machine ready?\n  lapidary run -m MODEL \"Hello\"       \
-ask once\n  lapidary chat -m MODEL             a conversation\n  lapidary inspect MODEL --ctx 8192  what is in it, and how \
+ask once\n  lapidary chat -m MODEL             a conversation\n  \
+lapidary serve -m MODEL            the same over HTTP, for many\n  lapidary inspect MODEL --ctx 8192  what is in it, and how \
 much memory it takes\n\nExit codes: 0 done, 1 it failed (one line on stderr says why), 2 wrong usage."
 )]
 pub struct Cli {
@@ -27,9 +31,13 @@ pub struct Cli {
 pub enum Command {
     Run(run::Args),
     Chat(chat::Args),
+    Serve(serve::Args),
+    Batch(batch::Args),
     Inspect(inspect::Args),
     Check(check::Args),
     Dump(dump::Args),
+    Convert(convert::Args),
+    Eval(eval::Args),
     Tokenize(tokenize::Args),
     #[cfg(feature = "hub")]
     Pull(pull::Args),
@@ -38,6 +46,8 @@ pub enum Command {
     #[cfg(feature = "hub")]
     Rm(rm::Args),
     Bench(bench::Args),
+    Steer(steer::Args),
+    Verify(verify::Args),
     Synth(synth::Args),
     Completions(completions::Args),
 }

@@ -2,6 +2,7 @@
 
 use anyhow::bail;
 use lapidary::plan::{MemoryPlan, PlanOptions};
+use lapidary::service::{Service, ServiceOptions};
 use lapidary::{Checkpoint, Config, Gemma, LoadOptions, Progress, Stepper};
 use lapidary_model::Limits;
 
@@ -9,15 +10,19 @@ use crate::model_args::{ComputeArg, DeviceArgs, LoadArgs, ModelArgs};
 use crate::progress::{Bar, Unit};
 use crate::{report, source};
 
-/// The memory plan for these options.
+/// The memory plan for one sequence with these options.
 pub fn plan(checkpoint: &Checkpoint, config: &Config, options: &LoadOptions) -> MemoryPlan {
+    plan_for(checkpoint, config, options, 1)
+}
+
+fn plan_for(checkpoint: &Checkpoint, config: &Config, options: &LoadOptions, sequences: usize) -> MemoryPlan {
     let context = options.context_for(config);
     let limits = Limits { rows: options.chunk.clamp(1, context.max(1)), head_rows: options.head_rows.max(1) };
     let kv = [options.kv_format(); 2];
     MemoryPlan::new(
         checkpoint,
         config,
-        &PlanOptions { context, sequences: 1, limits, kv, compute: options.compute, device: options.device },
+        &PlanOptions { context, sequences, limits, kv, compute: options.compute, device: options.device },
     )
 }
 
@@ -27,7 +32,7 @@ pub fn stepper(
     options: &LoadOptions,
     device: &DeviceArgs,
 ) -> anyhow::Result<Stepper> {
-    prepare(checkpoint, options, device)?;
+    prepare(checkpoint, options, device, 1)?;
     Ok(lapidary::load_stepper(checkpoint, options, &mut progress())?)
 }
 
@@ -35,10 +40,25 @@ pub fn stepper(
 pub fn gemma(model: &ModelArgs, load: &LoadArgs, compute: ComputeArg) -> anyhow::Result<Gemma> {
     let checkpoint = source::open(model)?;
     let options = load.options(compute);
-    prepare(&checkpoint, &options, &load.device)?;
+    prepare(&checkpoint, &options, &load.device, 1)?;
     let gemma = Gemma::from_checkpoint(&checkpoint, &options, &mut progress())?;
     gemma.notes().iter().for_each(|note| eprintln!("note: {note}"));
     Ok(gemma)
+}
+
+/// Loads a model for many requests at once.
+pub fn service(
+    model: &ModelArgs,
+    load: &LoadArgs,
+    compute: ComputeArg,
+    options: ServiceOptions,
+) -> anyhow::Result<Service> {
+    let checkpoint = source::open(model)?;
+    let load_options = load.options(compute);
+    prepare(&checkpoint, &load_options, &load.device, options.sequences)?;
+    let service = Service::start(&checkpoint, &load_options, options, &mut progress())?;
+    service.model_info().notes.iter().for_each(|note| eprintln!("note: {note}"));
+    Ok(service)
 }
 
 /// Tells what was assumed or overridden while the configuration was read.
@@ -54,7 +74,12 @@ fn progress() -> impl FnMut(Progress) {
 
 /// Refuses a plan that exceeds the free memory: the system would otherwise end the process, without a word, somewhere
 /// on the way.
-fn prepare(checkpoint: &Checkpoint, options: &LoadOptions, device: &DeviceArgs) -> anyhow::Result<()> {
+fn prepare(
+    checkpoint: &Checkpoint,
+    options: &LoadOptions,
+    device: &DeviceArgs,
+    sequences: usize,
+) -> anyhow::Result<()> {
     let config = Config::from_checkpoint(checkpoint)?;
     let context = options.context_for(&config);
     if context > config.max_positions {
@@ -66,7 +91,7 @@ fn prepare(checkpoint: &Checkpoint, options: &LoadOptions, device: &DeviceArgs) 
     if device.ignore_memory {
         return Ok(());
     }
-    let plan = plan(checkpoint, &config, options);
+    let plan = plan_for(checkpoint, &config, options, sequences);
     match options.device.available() {
         Some(available) if plan.total() > available => bail!(
             "the model needs {} of memory (weights {}, keys and values {}, activations {}), {} are available on {}; lower \

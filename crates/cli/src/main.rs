@@ -11,6 +11,7 @@ mod commands;
 mod failure;
 mod interrupt;
 mod load;
+mod look_args;
 mod model_args;
 mod progress;
 mod report;

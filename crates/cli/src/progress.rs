@@ -21,6 +21,8 @@ pub struct Bar {
 pub enum Unit {
     Bytes,
     Tokens,
+    Requests,
+    Prompts,
 }
 
 impl Bar {
@@ -39,6 +41,8 @@ impl Bar {
             let template = match self.unit {
                 Unit::Bytes => "{msg} {wide_bar} {bytes}/{total_bytes} {bytes_per_sec} {eta}",
                 Unit::Tokens => "{msg} {wide_bar} {pos}/{len} tokens {per_sec} {eta}",
+                Unit::Requests => "{msg} {wide_bar} {pos}/{len} requests {per_sec} {eta}",
+                Unit::Prompts => "{msg} {wide_bar} {pos}/{len} {per_sec} {eta}",
             };
             bar.set_style(ProgressStyle::with_template(template).expect("the template is well-formed"));
             bar.set_message(self.what.clone());

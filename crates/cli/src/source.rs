@@ -23,6 +23,22 @@ pub fn name(args: &ModelArgs) -> String {
     args.model.as_ref().map_or("built-in".to_string(), |m| m.to_string_lossy().into_owned())
 }
 
+/// The name under which a server offers the model: that of its folder, file or repository.
+pub fn short_name(args: &ModelArgs) -> String {
+    let Some(model) = &args.model else { return "lapidary".to_string() };
+    let path = Path::new(model);
+    match path.exists() {
+        true => path
+            .file_stem()
+            .filter(|_| path.is_file())
+            .or(path.file_name())
+            .unwrap_or(model)
+            .to_string_lossy()
+            .into_owned(),
+        false => model.to_string_lossy().into_owned(),
+    }
+}
+
 /// Where a model's files are. Paths are opaque to us: they need not be text.
 pub fn path(model: &OsStr, store: StoreArgs) -> anyhow::Result<PathBuf> {
     let path = Path::new(model);

@@ -3,6 +3,8 @@
 use std::io::{IsTerminal, Write, stderr, stdout};
 use std::time::Duration;
 
+use lapidary::capture::Recording;
+use lapidary::trace::TokenTrace;
 use lapidary::{Answer, FinishReason, Gemma, Piece, ToolCall, Usage};
 use serde_json::{Value, json};
 
@@ -22,6 +24,8 @@ pub struct Said {
     /// Tokens of the whole prompt, those that were reused included.
     pub prompt_tokens: usize,
     pub reused_tokens: usize,
+    pub recording: Option<Recording>,
+    pub traces: Vec<TokenTrace>,
 }
 
 /// Whether pieces are printed as they come.
@@ -77,6 +81,8 @@ pub fn speak(mut answer: Answer<'_>, show: Show, interrupt: Option<&Interrupt>) 
         }
     }
     said.usage = answer.usage();
+    said.recording = answer.recording().cloned();
+    said.traces = answer.traces().to_vec();
     if show == Show::Stream {
         thinking.end()?;
         let mut out = stdout().lock();

@@ -7,22 +7,26 @@ use std::time::Instant;
 use clap_words::every_flag;
 use common::{command, finish, golden, json, lapidary, lapidary_with_input, pebble, root};
 
-const COMMANDS: [&str; 12] = [
+const COMMANDS: &[&str] = &[
     "run",
     "chat",
     "inspect",
     "check",
     "dump",
+    "convert",
+    "eval",
     "tokenize",
     "pull",
     "list",
     "rm",
     "bench",
+    "steer",
+    "verify",
     "synth",
     "completions",
 ];
 
-/// The flags that the issue of a command promises.
+/// The flags that a command promises.
 mod clap_words {
     pub fn every_flag(command: &str) -> &'static [&'static str] {
         match command {
@@ -71,6 +75,8 @@ mod clap_words {
                 "--also",
                 "hidden.N",
             ],
+            "eval" => &["ppl", "kl", "choice", "--record"],
+            "convert" => &["FORMAT", "--model", "--output", "-o", "--pure", "--name", "--json", "q4_k_m"],
             "tokenize" => &["--ids", "--special", "--no-bos", "--json"],
             "pull" => &["REPO", "--offline", "--json", "HF_TOKEN", "HF_HOME", "HF_ENDPOINT"],
             "list" => &["--json"],
@@ -78,6 +84,8 @@ mod clap_words {
             "bench" => {
                 &["--prompt", "-p", "--generate", "-n", "--threads", "-t", "--repetitions", "-r", "--json"]
             }
+            "steer" => &["fit", "show"],
+            "verify" => &["--model", "--against", "--write", "--tokens", "--json"],
             "synth" => {
                 &["MODEL", "FORMAT", "--output", "-o", "--layers", "--seed", "--sparse", "--tokenizer"]
             }

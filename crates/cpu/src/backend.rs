@@ -1,11 +1,13 @@
 //! The backend: what it owns, and how a pass runs.
 
 use std::sync::{Mutex, PoisonError};
+use std::time::Instant;
 
 use lapidary_formats::{Format, TensorView};
 use lapidary_ops::{
-    Act, ActKind, ActRows, ActSpec, Backend, Batch, BatchShape, DeviceReport, Error, FileMap, Gain,
-    KernelReport, KvPlan, KvRef, Mat, MemoryUse, Ops, Outcome, PAGE_TOKENS, Projections, Result, SteerSet,
+    Act, ActKind, ActRows, ActSpec, Backend, Batch, BatchShape, DeviceReport, Error, FileMap, Gain, Group,
+    KernelReport, KvPlan, KvRef, Mat, MemoryUse, Ops, Outcome, PAGE_TOKENS, PassTiming, Projections, Result,
+    SteerSet,
 };
 
 use crate::buffers::Buffer;
@@ -13,6 +15,7 @@ use crate::int8;
 use crate::kv::{self, KvPools, Side};
 use crate::level::{Isa, Level};
 use crate::matrix::{Maps, Matrix, Packing};
+use crate::memory::Slabs;
 use crate::ops::CpuOps;
 use crate::pass::{Pass, Scratch, Upload, Workspace};
 use crate::team::Team;
@@ -44,6 +47,7 @@ pub struct CpuBackend {
     isa: Isa,
     compute: Compute,
     maps: Vec<FileMap>,
+    slabs: Slabs,
     team: Team,
     acts: Vec<Buffer>,
     mats: Vec<Matrix>,
@@ -52,6 +56,7 @@ pub struct CpuBackend {
     upload: Upload,
     uploaded: bool,
     steer_sets: Vec<Option<SteerSet>>,
+    timings: bool,
     workspace: Workspace,
     scratch: Vec<Mutex<Scratch>>,
     outcome: Option<Outcome>,
@@ -79,6 +84,7 @@ impl CpuBackend {
             isa,
             compute: options.compute,
             maps: Vec::new(),
+            slabs: Slabs::default(),
             team,
             acts: Vec::new(),
             mats: Vec::new(),
@@ -87,6 +93,7 @@ impl CpuBackend {
             upload: Upload::default(),
             uploaded: false,
             steer_sets: Vec::new(),
+            timings: false,
             workspace: Workspace::empty()?,
             scratch: (0..workers).map(|_| Mutex::default()).collect(),
             outcome: None,
@@ -95,12 +102,12 @@ impl CpuBackend {
 
     /// Workers of the team.
     pub fn threads(&self) -> usize {
-        self.team.sync().workers()
+        self.team.workers()
     }
 
     fn packing(&self) -> Packing<'_> {
         let int8 = self.compute == Compute::Fast;
-        Packing { isa: self.isa, int8, team: &self.team, maps: Maps(&self.maps) }
+        Packing { isa: self.isa, int8, team: &self.team, slabs: &self.slabs, maps: Maps(&self.maps) }
     }
 
     fn keep(&mut self, matrix: Matrix) -> Result<Mat> {
@@ -196,6 +203,11 @@ impl Backend for CpuBackend {
         Ok(())
     }
 
+    fn timings(&mut self, on: bool) -> Result<()> {
+        self.timings = on;
+        Ok(())
+    }
+
     fn upload(&mut self, batch: &Batch) -> Result<()> {
         self.uploaded = false;
         for (what, rows, limit) in [
@@ -219,7 +231,7 @@ impl Backend for CpuBackend {
         }
         self.outcome = None;
         let sync = self.team.sync();
-        let best = (0..sync.workers()).map(|_| Mutex::default()).collect();
+        let best = (0..self.team.workers()).map(|_| Mutex::default()).collect();
         let pass = Pass {
             isa: self.isa,
             sync,
@@ -233,20 +245,25 @@ impl Backend for CpuBackend {
             workspace_floats: unsafe { self.workspace.bytes() } / size_of::<f32>(),
             outcome: Mutex::default(),
             best,
+            clock: self.timings.then(|| (Instant::now(), Mutex::default())),
             steer_sets: &self.steer_sets,
             projections: (0..sync.workers()).map(|_| Mutex::default()).collect(),
         };
         let scratch = &self.scratch;
-        let done = self.team.run(&|worker| {
+        self.team.run(&|worker| {
             let mut scratch = scratch[worker].lock().unwrap_or_else(PoisonError::into_inner);
             program(&mut CpuOps::new(&pass, worker, shape.rows, &mut scratch));
-        });
-        done.map_err(|message| Error::WorkerPanicked { message })?;
+        })?;
+        let device = pass.clock.as_ref().map(|(begun, _)| begun.elapsed());
         let mut outcome = pass.outcome.into_inner().unwrap_or_else(PoisonError::into_inner);
         if shape.steered {
-            let noted = pass.projections.into_iter().map(|n| n.into_inner().unwrap_or_else(PoisonError::into_inner));
+            let noted =
+                pass.projections.into_iter().map(|n| n.into_inner().unwrap_or_else(PoisonError::into_inner));
             outcome.projections = projections(&self.upload.batch.steer, &self.steer_sets, noted.flatten());
         }
+        outcome.timing = pass.clock.zip(device).map(|((_, marks), device)| {
+            PassTiming::from_marks(&marks.into_inner().unwrap_or_else(PoisonError::into_inner), device)
+        });
         self.outcome = Some(outcome);
         Ok(())
     }
@@ -265,12 +282,11 @@ impl Backend for CpuBackend {
         Ok(())
     }
 
-    fn visit_rows(&mut self, act: Act, rows: &[usize], visit: &mut dyn FnMut(usize, &[f32])) -> Result<()> {
+    fn lend_rows(&mut self, act: Act, rows: &[usize], to: &mut dyn FnMut(&[&[f32]])) -> Result<()> {
         let buffer = self.readable(act, rows.iter().max().map_or(0, |last| last + 1))?;
-        for (i, &row) in rows.iter().enumerate() {
-            // SAFETY: no pass runs while the backend is borrowed here.
-            visit(i, unsafe { buffer.row(row) });
-        }
+        // SAFETY: no pass runs while the backend is borrowed here.
+        let lent: Vec<&[f32]> = rows.iter().map(|&row| unsafe { buffer.row(row) }).collect();
+        to(&lent);
         Ok(())
     }
 
@@ -303,6 +319,14 @@ impl Backend for CpuBackend {
             }
         }
         Ok(())
+    }
+
+    fn page_read(&mut self, group: Group, page: usize, out: &mut Vec<u8>) -> Result<()> {
+        self.kv.read_page(group, page, out)
+    }
+
+    fn page_write(&mut self, group: Group, page: usize, bytes: &[u8]) -> Result<()> {
+        self.kv.write_page(group, page, bytes)
     }
 
     fn memory(&self) -> MemoryUse {

@@ -4,7 +4,9 @@
 
 use half::f16;
 use half::slice::HalfFloatSliceExt;
-use lapidary_ops::{Error, GROUPS, KvFormat, KvGroupPlan, KvLayerShape, KvPlan, KvRef, PAGE_TOKENS, Result};
+use lapidary_ops::{
+    Error, GROUPS, Group, KvFormat, KvGroupPlan, KvLayerShape, KvPlan, KvRef, PAGE_TOKENS, Result,
+};
 
 use crate::memory::Aligned;
 
@@ -58,6 +60,46 @@ impl KvPools {
         self.plan = plan.clone();
         self.pools = pools;
         Ok(())
+    }
+
+    /// Appends the bytes of one page of a group, layer after layer.
+    pub fn read_page(&self, group: Group, page: usize, out: &mut Vec<u8>) -> Result<()> {
+        self.check_page(group, page)?;
+        let plan = &self.plan.groups[group.index()];
+        for (layer, pool) in self.pools[group.index()].iter().enumerate() {
+            let bytes = plan.page_bytes(layer);
+            out.extend_from_slice(&pool.as_slice()[page * bytes..(page + 1) * bytes]);
+        }
+        Ok(())
+    }
+
+    /// The way back.
+    pub fn write_page(&mut self, group: Group, page: usize, bytes: &[u8]) -> Result<()> {
+        self.check_page(group, page)?;
+        let plan = &self.plan.groups[group.index()];
+        let expected: usize = (0..plan.layers.len()).map(|layer| plan.page_bytes(layer)).sum();
+        if bytes.len() != expected {
+            let found = bytes.len();
+            return Err(Error::Device(format!(
+                "{found} bytes for a page of the {group:?} group, not {expected}"
+            )));
+        }
+        let mut rest = bytes;
+        for (layer, pool) in self.pools[group.index()].iter_mut().enumerate() {
+            let (part, behind) = rest.split_at(plan.page_bytes(layer));
+            pool.as_mut_slice()[page * part.len()..(page + 1) * part.len()].copy_from_slice(part);
+            rest = behind;
+        }
+        Ok(())
+    }
+
+    fn check_page(&self, group: Group, page: usize) -> Result<()> {
+        match self.plan.groups[group.index()].pages {
+            pages if page < pages => Ok(()),
+            pages => {
+                Err(Error::Device(format!("page {page} is outside the {group:?} group's {pages} pages")))
+            }
+        }
     }
 
     /// Bytes held.

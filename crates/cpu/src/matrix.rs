@@ -14,7 +14,7 @@ use lapidary_ops::{Error, FileMap, Result};
 use crate::decode::decode_row;
 use crate::int8::tiles::Tiles;
 use crate::level::Isa;
-use crate::memory::Aligned;
+use crate::memory::{Aligned, Slabs};
 use crate::team::Team;
 
 /// What taking over a matrix needs of its backend.
@@ -24,6 +24,7 @@ pub(crate) struct Packing<'a> {
     /// Whether to pack for int8 products.
     pub int8: bool,
     pub team: &'a Team,
+    pub slabs: &'a Slabs,
     pub maps: Maps<'a>,
 }
 
@@ -218,7 +219,7 @@ fn pack(packing: Packing<'_>, view: &TensorView<'_>) -> Result<Option<Tiles>> {
         // Names what is wrong.
         check(view)?;
     }
-    let Some(tiles) = Tiles::empty(packing.isa, view)? else { return Ok(None) };
+    let Some(tiles) = Tiles::empty(packing.isa, view, packing.slabs)? else { return Ok(None) };
     let map = find(packing.maps, view.bytes);
     in_row_chunks(packing.team, view, |chunk, rows| {
         check(chunk)?;
@@ -256,7 +257,7 @@ fn in_row_chunks(
     }
     let next = AtomicUsize::new(0);
     let first_error: Mutex<Option<(usize, Error)>> = Mutex::new(None);
-    let done = team.run(&|_| {
+    team.run(&|_| {
         loop {
             let start = next.fetch_add(rows, Ordering::Relaxed);
             if start >= view.rows {
@@ -271,8 +272,7 @@ fn in_row_chunks(
                 return;
             }
         }
-    });
-    done.map_err(|message| Error::WorkerPanicked { message })?;
+    })?;
     match first_error.into_inner().unwrap_or_else(PoisonError::into_inner) {
         Some((_, error)) => Err(error),
         None => Ok(()),
@@ -337,10 +337,6 @@ impl Bytes {
         }
     }
 
-    fn none() -> Result<Bytes> {
-        Aligned::zeroed(0, "no scales").map(Bytes::Owned)
-    }
-
     /// # Safety
     /// The slice is not used after `self` is dropped.
     unsafe fn lend(&self) -> &'static [u8] {
@@ -368,7 +364,7 @@ impl FileRows {
         let block_scales = match &view.scales {
             Scales::Nvfp4 { blocks, .. } => Bytes::of(blocks, maps, &view.name)?,
             Scales::Group32Bf16(bytes) => Bytes::of(bytes, maps, &view.name)?,
-            _ => Bytes::none()?,
+            _ => Bytes::Owned(Aligned::empty()),
         };
         // SAFETY: the view is private, lent out with the lifetime of `&self` only, and dropped with the bytes.
         let (bytes, scale_bytes) = unsafe { (codes.lend(), block_scales.lend()) };

@@ -1,14 +1,22 @@
-//! Owned memory that vector kernels like: 64-byte aligned, zeroed, counted, and on huge pages where it is large.
+//! Owned memory that vector kernels like: 64-byte aligned, zeroed, counted, and on huge pages where there is much of
+//! it.
 //!
 //! Weights are read once a token from end to end; on 4 KiB pages the walks through page tables cost some of the
-//! read bandwidth (`docs/performance.md`). Linux gives huge pages to those who ask before the first touch.
+//! read bandwidth (`docs/performance.md`). Linux gives huge pages to those who ask before the first touch. Matrices
+//! of a small model are smaller than a huge page, so weights are cut from [slabs](Slabs) that are not.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ptr::NonNull;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use lapidary_ops::{Error, Result};
 
 const ALIGN: usize = 64;
+
+/// From this many bytes on, memory is mapped: the allocator would clear it here and now, though some of it is never
+/// used and most of it is overwritten first.
+#[cfg(target_os = "linux")]
+const MAPPED: usize = 64 << 10;
 
 /// A zeroed block of bytes on a 64-byte border. It never moves, so pointers into it stay good for as long as
 /// it lives.
@@ -16,6 +24,19 @@ const ALIGN: usize = 64;
 pub(crate) struct Aligned {
     start: NonNull<u8>,
     bytes: usize,
+    home: Home,
+}
+
+/// Where a block came from.
+#[derive(Debug)]
+enum Home {
+    Nowhere,
+    Allocator,
+    #[cfg(target_os = "linux")]
+    Mapping {
+        /// Kept until its last block is gone.
+        _mapping: Arc<mapping::Mapping>,
+    },
 }
 
 // SAFETY: the block is plain bytes with one owner; sharing is governed by the borrow of the methods below and
@@ -25,20 +46,27 @@ unsafe impl Send for Aligned {}
 unsafe impl Sync for Aligned {}
 
 impl Aligned {
+    /// No bytes.
+    pub fn empty() -> Aligned {
+        Aligned { start: NonNull::<Line>::dangling().cast(), bytes: 0, home: Home::Nowhere }
+    }
+
     /// Allocates `bytes` zero bytes for `what`.
     pub fn zeroed(bytes: usize, what: &str) -> Result<Aligned> {
         let none = || Error::OutOfMemory { what: what.to_string(), needed: bytes, available: 0 };
         if bytes == 0 {
-            return Ok(Aligned { start: NonNull::dangling(), bytes });
+            return Ok(Aligned::empty());
         }
         #[cfg(target_os = "linux")]
-        if bytes >= huge::PAGE {
-            return Ok(Aligned { start: huge::map(bytes).ok_or_else(none)?, bytes });
+        if bytes >= MAPPED {
+            let mapping = mapping::Mapping::new(bytes).ok_or_else(none)?;
+            let (start, mapping) = (mapping.start(), Arc::new(mapping));
+            return Ok(Aligned { start, bytes, home: Home::Mapping { _mapping: mapping } });
         }
         let layout = Layout::from_size_align(bytes, ALIGN).map_err(|_| none())?;
         // SAFETY: the layout is not empty.
         let start = unsafe { alloc_zeroed(layout) };
-        Ok(Aligned { start: NonNull::new(start).ok_or_else(none)?, bytes })
+        Ok(Aligned { start: NonNull::new(start).ok_or_else(none)?, bytes, home: Home::Allocator })
     }
 
     /// A copy of `bytes`.
@@ -72,14 +100,13 @@ impl Aligned {
     }
 }
 
+/// Something with the alignment of every block.
+#[repr(align(64))]
+struct Line;
+
 impl Drop for Aligned {
     fn drop(&mut self) {
-        #[cfg(target_os = "linux")]
-        if self.bytes >= huge::PAGE {
-            // SAFETY: mapped with this length and not freed before.
-            return unsafe { huge::unmap(self.start, self.bytes) };
-        }
-        if self.bytes > 0 {
+        if matches!(self.home, Home::Allocator) {
             let layout = Layout::from_size_align(self.bytes, ALIGN).expect("this layout was allocated");
             // SAFETY: allocated with this layout and not freed before.
             unsafe { dealloc(self.start.as_ptr(), layout) }
@@ -87,51 +114,118 @@ impl Drop for Aligned {
     }
 }
 
-/// Anonymous mappings on huge pages.
+/// Cuts blocks from large mappings, one after the other.
+#[derive(Debug, Default)]
+pub(crate) struct Slabs(Mutex<Option<Slab>>);
+
+#[derive(Debug)]
+#[cfg_attr(not(target_os = "linux"), allow(dead_code, reason = "there are no slabs"))]
+struct Slab {
+    #[cfg(target_os = "linux")]
+    mapping: Arc<mapping::Mapping>,
+    used: usize,
+}
+
+/// Bytes of a slab. What is never cut from it takes no memory.
 #[cfg(target_os = "linux")]
-mod huge {
+const SLAB: usize = 64 << 20;
+
+impl Slabs {
+    /// As [`Aligned::zeroed`], from a slab if the block is smaller than one.
+    pub fn zeroed(&self, bytes: usize, what: &str) -> Result<Aligned> {
+        #[cfg(target_os = "linux")]
+        if (1..SLAB).contains(&bytes)
+            && let Some(block) = self.cut(bytes)
+        {
+            return Ok(block);
+        }
+        let _ = &self.0;
+        Aligned::zeroed(bytes, what)
+    }
+
+    /// The next block, if there is memory for a slab.
+    #[cfg(target_os = "linux")]
+    fn cut(&self, bytes: usize) -> Option<Aligned> {
+        let mut slab = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let room = slab.as_ref().is_some_and(|slab| bytes <= SLAB - slab.used);
+        if !room {
+            *slab = Some(Slab { mapping: Arc::new(mapping::Mapping::new(SLAB)?), used: 0 });
+        }
+        let slab = slab.as_mut()?;
+        // SAFETY: inside the mapping, of which `used` bytes are taken.
+        let start = unsafe { slab.mapping.start().add(slab.used) };
+        slab.used = (slab.used + bytes).next_multiple_of(ALIGN).min(SLAB);
+        Some(Aligned { start, bytes, home: Home::Mapping { _mapping: slab.mapping.clone() } })
+    }
+}
+
+/// Anonymous mappings.
+#[cfg(target_os = "linux")]
+mod mapping {
     use std::ptr::{NonNull, null_mut};
 
     /// Bytes of a huge page on x86-64 and, with 4 KiB base pages, on aarch64.
-    pub const PAGE: usize = 2 << 20;
-
-    /// Maps `bytes` zero bytes that start on a huge page.
-    pub fn map(bytes: usize) -> Option<NonNull<u8>> {
-        let reserved = bytes.checked_add(PAGE + SMALL)?;
-        let (access, kind) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
-        // SAFETY: a fresh anonymous mapping that touches no other memory.
-        let start = unsafe { libc::mmap(null_mut(), reserved, access, kind, -1, 0) };
-        if start == libc::MAP_FAILED {
-            return None;
-        }
-        let before = start.align_offset(PAGE);
-        let kept = bytes.next_multiple_of(SMALL);
-        // SAFETY: both cuts and the advice stay inside the fresh mapping; a failure of any of them leaves
-        // memory that is only larger or slower than it could be.
-        unsafe {
-            let first = start.byte_add(before);
-            if before > 0 {
-                libc::munmap(start, before);
-            }
-            if before + kept < reserved {
-                libc::munmap(first.byte_add(kept), reserved - before - kept);
-            }
-            libc::madvise(first, kept, libc::MADV_HUGEPAGE);
-            NonNull::new(first.cast())
-        }
-    }
-
-    /// Frees what `map` gave.
-    ///
-    /// # Safety
-    /// `start` came from `map(bytes)`, and nobody uses the memory any more.
-    pub unsafe fn unmap(start: NonNull<u8>, bytes: usize) {
-        // SAFETY: the caller's; this is what `map` kept.
-        unsafe { libc::munmap(start.as_ptr().cast(), bytes.next_multiple_of(SMALL)) };
-    }
+    const HUGE: usize = 2 << 20;
 
     /// Mappings are whole multiples of this, the largest base page in use.
     const SMALL: usize = 64 << 10;
+
+    /// Zero bytes that take no memory before they are touched, on huge pages where they fill some.
+    #[derive(Debug)]
+    pub struct Mapping {
+        start: NonNull<u8>,
+        bytes: usize,
+    }
+
+    // SAFETY: a mapping is plain memory; whoever uses it answers for how.
+    unsafe impl Send for Mapping {}
+    // SAFETY: as above.
+    unsafe impl Sync for Mapping {}
+
+    impl Mapping {
+        /// Maps `bytes` bytes; on a border of huge pages if they are as many as one has.
+        pub fn new(bytes: usize) -> Option<Mapping> {
+            let kept = bytes.checked_next_multiple_of(SMALL)?;
+            let align = if bytes >= HUGE { HUGE } else { SMALL };
+            let reserved = kept.checked_add(align)?;
+            let (access, kind) =
+                (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+            // SAFETY: a fresh anonymous mapping that touches no other memory.
+            let start = unsafe { libc::mmap(null_mut(), reserved, access, kind, -1, 0) };
+            if start == libc::MAP_FAILED {
+                return None;
+            }
+            let before = start.align_offset(align);
+            // SAFETY: both cuts and the advice stay inside the fresh mapping; a failure of any of them leaves
+            // memory that is only larger or slower than it could be.
+            let first = unsafe {
+                let first = start.byte_add(before);
+                if before > 0 {
+                    libc::munmap(start, before);
+                }
+                if before + kept < reserved {
+                    libc::munmap(first.byte_add(kept), reserved - before - kept);
+                }
+                if bytes >= HUGE {
+                    libc::madvise(first, kept, libc::MADV_HUGEPAGE);
+                }
+                first
+            };
+            Some(Mapping { start: NonNull::new(first.cast())?, bytes: kept })
+        }
+
+        /// The first byte.
+        pub fn start(&self) -> NonNull<u8> {
+            self.start
+        }
+    }
+
+    impl Drop for Mapping {
+        fn drop(&mut self) {
+            // SAFETY: mapped with this length, not freed before, and nobody is left who uses it.
+            unsafe { libc::munmap(self.start.as_ptr().cast(), self.bytes) };
+        }
+    }
 }
 
 /// A float32 buffer that only grows, for a worker's own intermediate values.
@@ -150,5 +244,29 @@ impl Grow {
     /// Bytes held.
     pub fn bytes(&self) -> usize {
         self.0.capacity() * size_of::<f32>()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_are_zero_aligned_and_apart_and_outlive_their_slabs() {
+        let slabs = Slabs::default();
+        let sizes = [1usize, 63, 64, 65, 4097, 70_001, (2 << 20) + 3, 65 << 20, 63 << 20, 5 << 20];
+        let mut blocks: Vec<Aligned> =
+            sizes.iter().map(|&bytes| slabs.zeroed(bytes, "a block").expect("memory")).collect();
+        drop(slabs);
+        for (i, block) in blocks.iter_mut().enumerate() {
+            assert_eq!((block.len(), block.start() as usize % ALIGN), (sizes[i], 0));
+            let bytes = block.as_mut_slice();
+            assert!(bytes.iter().step_by(997).chain(bytes.last()).all(|&b| b == 0), "block {i}");
+            bytes.fill(i as u8 + 1);
+        }
+        for (i, block) in blocks.iter().enumerate() {
+            assert!(block.as_slice().iter().all(|&b| b == i as u8 + 1), "block {i} is its own");
+        }
+        assert_eq!(Aligned::empty().start() as usize % ALIGN, 0);
     }
 }

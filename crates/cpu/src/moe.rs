@@ -9,6 +9,7 @@ use std::ops::Range;
 use lapidary_ops::{Act, ExpertSpec, RouteSpec};
 
 use crate::buffers::Buffer;
+use crate::int8::PAIR;
 use crate::int8::activations::{BLOCK, QuantRows, quantise_at, row_bytes};
 use crate::level::{Isa, for_level};
 use crate::linear::f32::RowsView;
@@ -117,30 +118,19 @@ impl CpuOps<'_> {
                     let inputs = scratch.gathered.take(block, floats, row_of);
                     for col in columns.clone().step_by(BLOCK) {
                         let end = columns.end.min(col + BLOCK);
-                        for first in (col..end).step_by(TILE) {
-                            let rows = TILE.min(end - first);
-                            let gates = scratch.results.get(X_BLOCK * TILE);
-                            let ups = scratch.results2.get(X_BLOCK * TILE);
-                            expert_tile(isa, gate_up, gate + first, rows, inputs, &mut scratch.tile, gates);
-                            expert_tile(
-                                isa,
-                                gate_up,
-                                gate + width + first,
-                                rows,
-                                inputs,
-                                &mut scratch.tile,
-                                ups,
-                            );
-                            let results = gates.chunks(TILE).zip(ups.chunks(TILE));
-                            for (&(_, choice), (g, u)) in block.iter().zip(results) {
-                                // SAFETY: these values of the choice belong to the claimed unit.
-                                let to = unsafe { choices.hidden(choice, first, rows) };
-                                math::gate(isa, spec.activation, &g[..rows], &u[..rows], to);
-                            }
-                        }
-                        for &(_, choice) in block {
+                        let rows = end - col;
+                        let gates = scratch.results.get(X_BLOCK * PAIR);
+                        let ups = scratch.results2.get(X_BLOCK * PAIR);
+                        let decoded = &mut scratch.tile;
+                        expert_rows(isa, gate_up, gate + col, rows, inputs, decoded, gates);
+                        expert_rows(isa, gate_up, gate + width + col, rows, inputs, decoded, ups);
+                        let results = gates.chunks(PAIR).zip(ups.chunks(PAIR));
+                        for (&(_, choice), (g, u)) in block.iter().zip(results) {
+                            // SAFETY: these values of the choice belong to the claimed unit.
+                            let to = unsafe { choices.hidden(choice, col, rows) };
+                            math::gate(isa, spec.activation, &g[..rows], &u[..rows], to);
                             // SAFETY: as above.
-                            unsafe { choices.quantise(isa, choice, col, end - col) }
+                            unsafe { choices.quantise(isa, choice, col, rows) }
                         }
                     }
                 }
@@ -161,19 +151,12 @@ impl CpuOps<'_> {
                 let scratch = &mut *self.scratch;
                 for block in picked.chunks(X_BLOCK) {
                     let inputs = scratch.gathered.take(block, floats, row_of);
-                    for first in columns.clone().step_by(TILE) {
-                        let rows = TILE.min(columns.end - first);
-                        let results = scratch.results.get(X_BLOCK * TILE);
-                        expert_tile(
-                            isa,
-                            down,
-                            expert * hidden + first,
-                            rows,
-                            inputs,
-                            &mut scratch.tile,
-                            results,
-                        );
-                        for (&(_, choice), y) in block.iter().zip(results.chunks(TILE)) {
+                    for first in columns.clone().step_by(PAIR) {
+                        let rows = PAIR.min(columns.end - first);
+                        let results = scratch.results.get(X_BLOCK * PAIR);
+                        let decoded = &mut scratch.tile;
+                        expert_rows(isa, down, expert * hidden + first, rows, inputs, decoded, results);
+                        for (&(_, choice), y) in block.iter().zip(results.chunks(PAIR)) {
                             // SAFETY: these outputs of the choice belong to the claimed unit.
                             unsafe { choices.output(choice, first, rows) }.copy_from_slice(&y[..rows]);
                         }
@@ -335,7 +318,7 @@ impl Plan {
 }
 
 /// [`tile_values`] of rows of a stacked matrix that lie in one part.
-fn expert_tile(
+fn expert_rows(
     isa: Isa,
     matrix: &Matrix,
     first: usize,

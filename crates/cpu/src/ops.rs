@@ -7,7 +7,8 @@
 use std::ops::Range;
 
 use lapidary_ops::{
-    Act, Activation, AttnSpec, ExpertSpec, Mat, Norm, Ops, PerLayerSpec, QkvSpec, RouteSpec, Tap, TapPoint,
+    Act, Activation, AttnSpec, ExpertSpec, Mat, Norm, Ops, PerLayerSpec, Phase, QkvSpec, RouteSpec, Tap,
+    TapPoint,
 };
 
 use crate::buffers::Buffer;
@@ -282,6 +283,15 @@ impl Ops for CpuOps<'_> {
 
     fn steer(&mut self, x: Act, layer: usize) {
         self.steer_rows(x, layer);
+    }
+
+    // Worker 0 stands for the team: between two meetings its share of the rows is as long as anybody's.
+    fn mark(&mut self, phase: Phase) {
+        if self.worker == 0
+            && let Some((begun, marks)) = &self.pass.clock
+        {
+            marks.lock().expect("only worker 0 marks").push((phase, begun.elapsed()));
+        }
     }
 
     fn tap(&mut self, point: TapPoint, x: Act) {

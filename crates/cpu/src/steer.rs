@@ -15,7 +15,8 @@ impl CpuOps<'_> {
         self.enter(Scope::Rows);
         let (pass, buffer) = (self.pass, self.act(x));
         let upload = pass.upload;
-        let mut noted = pass.projections[self.worker].lock().expect("a worker that panics here ends the pass");
+        let mut noted =
+            pass.projections[self.worker].lock().expect("a worker that panics here ends the pass");
         for r in self.own_rows() {
             let batch_row = self.batch_row(r);
             let Ok(set) = usize::try_from(upload.batch.steer[batch_row]) else { continue };

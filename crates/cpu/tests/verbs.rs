@@ -173,7 +173,8 @@ fn the_default_of_a_fused_verb_has_its_bits() {
         let w = rig.matrix(2 * width, width, &values(2 * width * width, 6));
         rig.rows(rows, &values(rows * width, 7));
         rig.batch.taps.points = vec![TapPoint::LayerOut(3)];
-        let close = CloseSpec { y, post: norm, scalar: Some(0.6), layer: 3, steer: false, next: Some((next, norm)) };
+        let close =
+            CloseSpec { y, post: norm, scalar: Some(0.6), layer: 3, steer: false, next: Some((next, norm)) };
         let outcome = rig.run(&|ops| {
             ops.inject_soft(x);
             ops.cast(next, x);

@@ -9,7 +9,7 @@
 namespace cg = cooperative_groups;
 
 // ---- residual ----
-// One block a row:
+// A row:
 //   y = sum of the planes of y                              (none: v = x)
 //   y = rms(y; inner) + rms(sum of the planes of z; z_gain)  with experts, then
 //   v = (x + rms(y; post)) * scalar, stored as the residual
@@ -31,91 +31,79 @@ struct ResidualArgs {
   Branch y, z;
   const float* post;
   NormOut outs[3];
-  int ld_x, width, n_outs, store_x;
+  int ld_x, width, n_outs, pad;
   float eps, scalar;
 };
 
 __device__ __forceinline__ float4 add4(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
 __device__ __forceinline__ float dot4(float4 a) { return a.x * a.x + a.y * a.y + a.z * a.z + a.w * a.w; }
 __device__ __forceinline__ float4 scale4(float4 a, float s, float4 g) { return make_float4(a.x * s * g.x, a.y * s * g.y, a.z * s * g.z, a.w * s * g.w); }
-// Sums of N values over the block, the same bits in every thread; `red` is used by no other call.
-template <int N> __device__ __forceinline__ void block_sums(float (&s)[N], float* red) {
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = blockDim.x >> 5;
+// One cluster of 8 blocks a row: a single multiprocessor reads 150 KB of planes and gains at 64 bytes a clock, 1.3 us by itself (31B with two
+// branches took 5.7 us so). A thread has four values.
+constexpr int CLUSTER = 8;
+// Sums of N values over the row, the same bits in every thread. Every warp leaves its part in all blocks of the cluster; `red` is used by no other call.
+template <int N> __device__ __forceinline__ void row_sums(cg::cluster_group& cl, float (&s)[N], float* red) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, all = (blockDim.x >> 5) * CLUSTER, rank = cl.block_rank();
 #pragma unroll
   for (int i = 0; i < N; i++) s[i] = warp_sum(s[i]);
-  if (lane == 0)
+  if (lane < CLUSTER) {
+    float* there = cl.map_shared_rank(red, lane);
 #pragma unroll
-    for (int i = 0; i < N; i++) red[i * 32 + warp] = s[i];
-  __syncthreads();
+    for (int i = 0; i < N; i++) there[i * 64 + warp * CLUSTER + rank] = s[i];
+  }
+  cl.sync();
 #pragma unroll
-  for (int i = 0; i < N; i++) s[i] = warp_sum(lane < warps ? red[i * 32 + lane] : 0.f);
+  for (int i = 0; i < N; i++) s[i] = warp_sum((lane < all ? red[i * 64 + lane] : 0.f) + (lane + 32 < all ? red[i * 64 + lane + 32] : 0.f));
 }
 
-constexpr int RV = 2, RESIDUAL_THREADS = 704;  // float4 a thread: width <= 8 * threads
-extern "C" __global__ void __launch_bounds__(RESIDUAL_THREADS) residual(const __grid_constant__ ResidualArgs a) {
-  __shared__ float red[4 * 32];
+extern "C" __global__ void __launch_bounds__(256) residual(const __grid_constant__ ResidualArgs a) {
+  __shared__ float red[4 * 64];
+  cg::cluster_group cl = cg::this_cluster();
+  cl.barrier_arrive();  // waited for before the first write into a peer
   pdl_launch();
-  const int r = blockIdx.x, n4 = a.width / 4;
-  float4 gy[RV], gz[RV], gp[RV], go[3][RV];
-  auto each = [&](auto f) {
+  const int r = blockIdx.y, at = 4 * ((int)cl.block_rank() * blockDim.x + threadIdx.x);
+  const bool on = at < a.width, y_on = a.y.planes, z_on = a.z.planes;
+  const float4 none = make_float4(0, 0, 0, 0);
+  auto gain = [&](const float* g, bool want) { return on && want ? *(const float4*)(g + at) : none; };
+  const float4 gy = gain(a.y.gain, y_on && z_on), gz = gain(a.z.gain, z_on), gp = gain(a.post, y_on);
+  float4 go[3];
 #pragma unroll
-    for (int j = 0; j < RV; j++) { const int i = threadIdx.x + j * blockDim.x; if (i < n4) f(j, i); }
-  };
-  each([&](int j, int i) {
-    if (a.y.planes) { if (a.z.planes) gy[j] = ((const float4*)a.y.gain)[i]; gp[j] = ((const float4*)a.post)[i]; }
-    if (a.z.planes) gz[j] = ((const float4*)a.z.gain)[i];
-#pragma unroll
-    for (int o = 0; o < 3; o++) if (o < a.n_outs && a.outs[o].gain) go[o][j] = ((const float4*)a.outs[o].gain)[i];
-  });
+  for (int o = 0; o < 3; o++) go[o] = gain(a.outs[o].gain, o < a.n_outs && a.outs[o].gain);
   pdl_wait();
-  float4 v[RV], x[RV], z[RV];
-#pragma unroll
-  for (int j = 0; j < RV; j++) v[j] = x[j] = z[j] = make_float4(0, 0, 0, 0);
-  auto planes = [&](const Branch& b, int i) {
+  auto planes = [&](const Branch& b) {
     float4 s[3];  // all on their way before the first is added
-    const float* at = b.p + (size_t)r * b.ld + 4 * i;
 #pragma unroll
-    for (int p = 0; p < 3; p++) s[p] = p < b.planes ? *(const float4*)(at + p * b.plane_stride) : make_float4(0, 0, 0, 0);
+    for (int p = 0; p < 3; p++) s[p] = on && p < b.planes ? *(const float4*)(b.p + p * b.plane_stride + (size_t)r * b.ld + at) : none;
     return add4(add4(s[0], s[1]), s[2]);
   };
-  each([&](int j, int i) {
-    x[j] = *(const float4*)(a.x + (size_t)r * a.ld_x + 4 * i);
-    if (a.y.planes) v[j] = planes(a.y, i);
-    if (a.z.planes) z[j] = planes(a.z, i);
-  });
+  float4 x = on ? *(const float4*)(a.x + (size_t)r * a.ld_x + at) : none, v = planes(a.y);
+  const float4 z = planes(a.z);
+  cl.barrier_wait();
   const float inv = 1.f / a.width;
-  if (a.y.planes) {
-    if (a.z.planes) {
-      float s[2] = {};
-      each([&](int j, int) { s[0] += dot4(v[j]); s[1] += dot4(z[j]); });
-      block_sums(s, red);  // 0 and 1
-      const float fy = 1.f / sqrtf(s[0] * inv + a.eps), fz = 1.f / sqrtf(s[1] * inv + a.eps);
-      each([&](int j, int) { v[j] = add4(scale4(v[j], fy, gy[j]), scale4(z[j], fz, gz[j])); });
+  if (y_on) {
+    if (z_on) {
+      float s[2] = {dot4(v), dot4(z)};
+      row_sums(cl, s, red);  // 0 and 1
+      v = add4(scale4(v, 1.f / sqrtf(s[0] * inv + a.eps), gy), scale4(z, 1.f / sqrtf(s[1] * inv + a.eps), gz));
     }
-    float s[1] = {};
-    each([&](int j, int) { s[0] += dot4(v[j]); });
-    block_sums(s, red + 64);
-    const float f = 1.f / sqrtf(s[0] * inv + a.eps);
-    each([&](int j, int i) {
-      const float4 w = add4(x[j], scale4(v[j], f, gp[j]));
-      x[j] = make_float4(w.x * a.scalar, w.y * a.scalar, w.z * a.scalar, w.w * a.scalar);
-      if (a.store_x) *(float4*)(a.x + (size_t)r * a.ld_x + 4 * i) = x[j];
-    });
+    float s[1] = {dot4(v)};
+    row_sums(cl, s, red + 128);
+    x = add4(x, scale4(v, 1.f / sqrtf(s[0] * inv + a.eps), gp));
+    x = make_float4(x.x * a.scalar, x.y * a.scalar, x.z * a.scalar, x.w * a.scalar);
+    if (on) *(float4*)(a.x + (size_t)r * a.ld_x + at) = x;
   }
-  float s[1] = {};
-  each([&](int j, int) { s[0] += dot4(x[j]); });
-  block_sums(s, red + 96);
+  float s[1] = {dot4(x)};
+  row_sums(cl, s, red + 192);
+  if (!on) return;
   const float f = 1.f / sqrtf(s[0] * inv + a.eps);
 #pragma unroll
   for (int o = 0; o < 3; o++) {
     if (o >= a.n_outs) break;
     const NormOut& out = a.outs[o];
-    each([&](int j, int i) {
-      const float4 w = out.gain ? scale4(x[j], f, go[o][j]) : x[j];
-      const size_t at = (size_t)r * out.ld + 4 * i;
-      if (out.bf16_out) *(uint2*)((bf16*)out.p + at) = make_uint2(pack_bf16x2(w.x, w.y), pack_bf16x2(w.z, w.w));
-      else *(float4*)((float*)out.p + at) = w;
-    });
+    const float4 w = out.gain ? scale4(x, f, go[o]) : x;
+    const size_t to = (size_t)r * out.ld + at;
+    if (out.bf16_out) *(uint2*)((bf16*)out.p + to) = make_uint2(pack_bf16x2(w.x, w.y), pack_bf16x2(w.z, w.w));
+    else *(float4*)((float*)out.p + to) = w;
   }
 }
 
@@ -228,10 +216,18 @@ constexpr int MAX_EXPERTS = 128, MAX_ROWS = 16, PER_BLOCK = 16;
 template <int RG> __device__ __forceinline__ void router_rows(const RouterArgs& a, const uint8_t* w, float* red, int r0) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   float acc[PER_BLOCK][RG] = {};
-  for (int k = 4 * threadIdx.x; k < a.width; k += 1024) {
-    float4 x[RG];
+  constexpr int AHEAD = 3;  // x of 3,072 inputs on its way at once
+  float4 xs[AHEAD][RG];
+  for (int k0 = 4 * threadIdx.x; k0 < a.width; k0 += 1024 * AHEAD) {
 #pragma unroll
-    for (int r = 0; r < RG; r++) x[r] = r0 + r < a.rows ? *(const float4*)(a.x + (size_t)(r0 + r) * a.ld_x + k) : make_float4(0, 0, 0, 0);
+    for (int j = 0; j < AHEAD; j++)
+#pragma unroll
+      for (int r = 0; r < RG; r++) xs[j][r] = r0 + r < a.rows && k0 + 1024 * j < a.width ? *(const float4*)(a.x + (size_t)(r0 + r) * a.ld_x + k0 + 1024 * j) : make_float4(0, 0, 0, 0);
+#pragma unroll
+   for (int j = 0; j < AHEAD; j++) {
+    const int k = k0 + 1024 * j;
+    if (k >= a.width) break;
+    const float4(&x)[RG] = xs[j];
 #pragma unroll
     for (int e = 0; e < PER_BLOCK; e++) {
       float4 v;
@@ -242,6 +238,7 @@ template <int RG> __device__ __forceinline__ void router_rows(const RouterArgs& 
 #pragma unroll
       for (int r = 0; r < RG; r++) acc[e][r] += v.x * x[r].x + v.y * x[r].y + v.z * x[r].z + v.w * x[r].w;
     }
+   }
   }
 #pragma unroll
   for (int e = 0; e < PER_BLOCK; e++)
@@ -253,9 +250,10 @@ template <int RG> __device__ __forceinline__ void router_rows(const RouterArgs& 
 }
 extern "C" __global__ void __launch_bounds__(256) __cluster_dims__(8, 1, 1) router(const __grid_constant__ RouterArgs a) {
   __shared__ float logits[MAX_ROWS][MAX_EXPERTS];
-  __shared__ float weight[MAX_EXPERTS][MAX_ROWS];
+  __shared__ __align__(16) float weight[MAX_EXPERTS][MAX_ROWS];
   __shared__ float red[2][8 * PER_BLOCK * 4];
   __shared__ uint64_t full;
+  __shared__ int chosen[MAX_EXPERTS], counts[4];
   extern __shared__ __align__(128) uint8_t w[];  // this block's experts
   cg::cluster_group cl = cg::this_cluster();
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, rank = cl.block_rank();
@@ -267,6 +265,8 @@ extern "C" __global__ void __launch_bounds__(256) __cluster_dims__(8, 1, 1) rout
     if (mine) mbar_expect(&full, mine * row_bytes);
     for (int e = 0; e < mine; e++) bulk_load(w + e * row_bytes, (const uint8_t*)a.w + (size_t)(e0 + e) * row_bytes, row_bytes, &full);
   }
+  for (int i = threadIdx.x; i < MAX_EXPERTS * MAX_ROWS; i += 256) (&weight[0][0])[i] = 0;
+  if (threadIdx.x < MAX_EXPERTS) chosen[threadIdx.x] = 0;
   pdl_launch();
   cl.sync();  // every block of the cluster runs, and the barrier is there
   pdl_wait();
@@ -290,8 +290,6 @@ extern "C" __global__ void __launch_bounds__(256) __cluster_dims__(8, 1, 1) rout
   }
   cl.sync();
   if (rank != 0) return;
-  for (int i = threadIdx.x; i < MAX_EXPERTS * MAX_ROWS; i += 256) (&weight[0][0])[i] = 0;
-  __syncthreads();
   for (int r = warp; r < a.rows; r += 8) {
     float p[4], most = -INFINITY, sum = 0;
 #pragma unroll
@@ -306,26 +304,20 @@ extern "C" __global__ void __launch_bounds__(256) __cluster_dims__(8, 1, 1) rout
     sum = warp_sum(sum);
 #pragma unroll
     for (int i = 0; i < 4; i++) p[i] /= sum;
+    // The largest, of equals the lowest id. A key orders as the numbers do; what is not a number counts as least but can be chosen, so ids are
+    // valid whatever comes in.
+    unsigned key[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) key[i] = i * 32 + lane >= a.experts ? 0 : p[i] >= 0.f ? __float_as_uint(p[i]) + 2 : 1;
     float total = 0, mine = 0;
     int my_id = 0;
     for (int k = 0; k < a.top_k; k++) {
-      // The largest, of equals the lowest id; what is not a number counts as least, so ids are valid whatever comes in.
-      float best = -2.f;
-      int id = MAX_EXPERTS;
+      const unsigned best = __reduce_max_sync(~0u, max(max(key[0], key[1]), max(key[2], key[3])));
+      const unsigned own = key[0] == best ? lane : key[1] == best ? 32 + lane : key[2] == best ? 64 + lane : key[3] == best ? 96 + lane : MAX_EXPERTS;
+      const int id = __reduce_min_sync(~0u, own);
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const int e = i * 32 + lane;
-        const float v = e >= a.experts ? -3.f : p[i] >= 0.f ? p[i] : p[i] < -1.5f ? -3.f : -1.f;
-        if (v > best) { best = v; id = e; }
-      }
-      for (int o = 16; o; o >>= 1) {
-        const float v = __shfl_xor_sync(~0u, best, o);
-        const int e = __shfl_xor_sync(~0u, id, o);
-        if (v > best || (v == best && e < id)) { best = v; id = e; }
-      }
-      float p_best = __shfl_sync(~0u, id < 32 ? p[0] : id < 64 ? p[1] : id < 96 ? p[2] : p[3], id & 31);
-#pragma unroll
-      for (int i = 0; i < 4; i++) if (i * 32 + lane == id) p[i] = -2.f;  // taken
+      for (int i = 0; i < 4; i++) if (i * 32 + lane == id) key[i] = 0;  // taken
+      const float p_best = best == 1 ? NAN : __uint_as_float(best - 2);
       total += p_best;
       if (lane == k) { mine = p_best; my_id = id; }
     }
@@ -334,13 +326,9 @@ extern "C" __global__ void __launch_bounds__(256) __cluster_dims__(8, 1, 1) rout
       a.routes[(size_t)r * 2 * a.top_k + lane] = (float)my_id;
       a.routes[(size_t)r * 2 * a.top_k + a.top_k + lane] = w;
       weight[my_id][r] = w;
-      logits[r][lane] = __int_as_float(my_id);
+      chosen[my_id] = 1;  // the same from every row
     }
   }
-  __shared__ int chosen[MAX_EXPERTS], counts[4];
-  if (threadIdx.x < MAX_EXPERTS) chosen[threadIdx.x] = 0;
-  __syncthreads();
-  for (int i = threadIdx.x; i < a.rows * a.top_k; i += 256) chosen[__float_as_int(logits[i / a.top_k][i % a.top_k])] = 1;
   __syncthreads();
   if (warp < 4) {
     const unsigned votes = __ballot_sync(~0u, chosen[threadIdx.x]);
@@ -353,7 +341,8 @@ extern "C" __global__ void __launch_bounds__(256) __cluster_dims__(8, 1, 1) rout
     for (int w = 0; w < warp; w++) at += counts[w];
     if (chosen[threadIdx.x]) {
       a.groups[1 + at] = threadIdx.x;
-      for (int r = 0; r < MAX_ROWS; r++) a.group_weight[at * MAX_ROWS + r] = weight[threadIdx.x][r];
+#pragma unroll
+      for (int r = 0; r < MAX_ROWS; r += 4) *(float4*)(a.group_weight + at * MAX_ROWS + r) = *(const float4*)&weight[threadIdx.x][r];
     }
     if (threadIdx.x == 0) a.groups[0] = counts[0] + counts[1] + counts[2] + counts[3];
   }

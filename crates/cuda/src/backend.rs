@@ -1,11 +1,12 @@
 //! The backend: what it owns, and how a pass runs.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use lapidary_formats::{Format, TensorView};
 use lapidary_ops::{
-    Act, ActKind, ActRows, ActSpec, Backend, Batch, BatchShape, DeviceReport, Error, Gain, KernelReport,
-    KvPlan, KvRef, Mat, MemoryUse, Ops, Outcome, Phase, Result, Tap,
+    Act, ActKind, ActRows, ActSpec, Backend, Batch, BatchShape, DeviceReport, Error, Gain, Group,
+    KernelReport, KvPlan, KvRef, Mat, MemoryUse, Ops, Outcome, PassTiming, Phase, Result, Tap,
 };
 
 use crate::buffers::Buffer;
@@ -37,8 +38,6 @@ pub struct CudaOptions {
     pub ordinal: usize,
     /// Arithmetic mode.
     pub compute: Compute,
-    /// Whether to measure the time of each phase, which costs a little of it.
-    pub profile: bool,
     /// Puts random values of this format in the place of every matrix, so that speed can be measured without a
     /// checkpoint.
     pub random_weights: Option<Format>,
@@ -57,6 +56,8 @@ pub struct CudaBackend {
     /// Whether matrices are packed for the fast kernels.
     packs: bool,
     tiles: Option<Tiles>,
+    /// Whether marks note the time.
+    pub(crate) timings: bool,
     graphs: Graphs,
     pub(crate) stream: Arc<Stream>,
     pub(crate) kernels: Kernels,
@@ -104,6 +105,7 @@ impl CudaBackend {
             options,
             packs,
             tiles: options.random_weights.map(Tiles::new),
+            timings: false,
             graphs: Graphs::default(),
             stream: Arc::new(Stream::new(&context)?),
             kernels: Kernels::new(&context),
@@ -327,6 +329,16 @@ impl Backend for CudaBackend {
         self.kv.resize(&self.context, &self.stream, plan)
     }
 
+    fn timings(&mut self, on: bool) -> Result<()> {
+        if self.timings != on {
+            self.settle()?;
+            self.timings = on;
+            // Recordings have their marks inside.
+            self.moves += 1;
+        }
+        Ok(())
+    }
+
     fn upload(&mut self, batch: &Batch) -> Result<()> {
         self.uploaded = false;
         for (what, rows, limit) in [
@@ -385,9 +397,12 @@ impl Backend for CudaBackend {
             bytes.as_chunks::<4>().0.iter().take(pending.left.tokens).map(|&b| i32::from_le_bytes(b));
         let argmax = argmax.collect();
         let recorded = pending.repeated.as_ref().and_then(|shape| self.graphs.get(shape));
-        let phases = phases(&recorded.map_or(&pending.left, |r| &r.left).marks)?;
+        let timing = match self.timings {
+            true => Some(pass_timing(&recorded.map_or(&pending.left, |r| &r.left).marks)?),
+            false => None,
+        };
         let weight_bytes = pending.left.weight_bytes;
-        Ok(Outcome { argmax, taps: pending.taps, phases, weight_bytes, ..Outcome::default() })
+        Ok(Outcome { argmax, taps: pending.taps, timing, weight_bytes, ..Outcome::default() })
     }
 
     fn read(&mut self, act: Act, rows: usize, out: &mut Vec<f32>) -> Result<()> {
@@ -442,6 +457,36 @@ impl Backend for CudaBackend {
         Ok(())
     }
 
+    fn page_read(&mut self, group: Group, page: usize, out: &mut Vec<u8>) -> Result<()> {
+        let places = self.kv.page(group, page)?;
+        self.context.bind()?;
+        for (place, len) in places {
+            let start = out.len();
+            out.resize(start + len, 0);
+            // SAFETY: the page is in the pool; the wait comes before the bytes are used.
+            unsafe { self.stream.download(&mut out[start..], place)? };
+            self.stream.wait()?;
+        }
+        Ok(())
+    }
+
+    fn page_write(&mut self, group: Group, page: usize, bytes: &[u8]) -> Result<()> {
+        let places = self.kv.page(group, page)?;
+        let needed: usize = places.iter().map(|p| p.1).sum();
+        if bytes.len() != needed {
+            return Err(Error::Device(format!("{} bytes for a page of {needed}", bytes.len())));
+        }
+        self.settle()?;
+        let mut rest = bytes;
+        for (place, len) in places {
+            let (own, after) = rest.split_at(len);
+            // SAFETY: the page is in the pool; the memory is not pinned, so it is read when this returns.
+            unsafe { self.stream.upload(place, own)? };
+            rest = after;
+        }
+        Ok(())
+    }
+
     fn memory(&self) -> MemoryUse {
         MemoryUse {
             weights: self.weights.bytes(),
@@ -452,18 +497,21 @@ impl Backend for CudaBackend {
     }
 }
 
-/// Microseconds between marks, added up by phase, in the order in which phases first began.
-fn phases(marks: &[(Option<Phase>, Event)]) -> Result<Vec<(Phase, f64)>> {
-    let mut sums: Vec<(Phase, f64)> = Vec::new();
-    for pair in marks.windows(2) {
-        let Some(phase) = pair[0].0 else { continue };
-        let micros = pair[1].1.micros_since(&pair[0].1)?;
-        match sums.iter_mut().find(|(p, _)| *p == phase) {
-            Some((_, sum)) => *sum += micros,
-            None => sums.push((phase, micros)),
+/// The times of marks from the first one on; the last ends the pass.
+fn pass_timing(marks: &[(Option<Phase>, Event)]) -> Result<PassTiming> {
+    let (Some((_, first)), Some((_, last))) = (marks.first(), marks.last()) else {
+        return Ok(PassTiming::default());
+    };
+    let since = |event: &Event| -> Result<Duration> {
+        Ok(Duration::from_secs_f64(event.micros_since(first)?.max(0.0) / 1e6))
+    };
+    let mut begun = Vec::with_capacity(marks.len());
+    for (phase, event) in marks {
+        if let Some(phase) = phase {
+            begun.push((*phase, since(event)?));
         }
     }
-    Ok(sums)
+    Ok(PassTiming::from_marks(&begun, since(last)?))
 }
 
 /// The form that a matrix of `format` is packed into, whatever its scales.

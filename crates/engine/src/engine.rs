@@ -22,7 +22,7 @@ use crate::error::{Error, Result};
 use crate::metrics::EngineStats;
 use crate::pages::PagePool;
 use crate::prefix::PrefixOptions;
-use crate::request::EngineRequest;
+use crate::request::{EngineRequest, ScoreRequest};
 use crate::runner::Runner;
 use crate::scheduler::{Prepared, RequestId, SchedulerOptions, Submission};
 use crate::worker::{Command, Worker};
@@ -75,6 +75,8 @@ struct Inner {
 pub(crate) struct Shared {
     pub config: Config,
     pub options: SchedulerOptions,
+    /// Whether prompts' blocks are named, since prefixes are kept.
+    named: bool,
     gate: Mutex<Gate>,
     ended: Condvar,
     stats: Mutex<EngineStats>,
@@ -127,11 +129,12 @@ impl Engine {
         let shared = Arc::new(Shared {
             config: runner.model().config.clone(),
             options: options.scheduler,
+            named: options.prefix.enabled,
             gate: Mutex::default(),
             ended: Condvar::new(),
             stats: Mutex::default(),
         });
-        let worker = Worker::new(runner, options, shared.clone(), inbox)?;
+        let worker = Worker::new(runner, options, shared.clone(), commands.clone(), inbox)?;
         let thread = std::thread::Builder::new().name("lapidary-engine".into());
         let thread = thread.spawn(move || worker.run()).map_err(|e| {
             Error::Backend(lapidary_ops::Error::Device(format!("starting the engine's thread: {e}")))
@@ -153,8 +156,28 @@ impl Engine {
         let (max_tokens, priority) = (request.max_tokens, request.priority);
         let prompt = std::mem::take(&mut request.prompt);
         let active = Active::new(&shared.config, &prompt, request, submitted)?;
-        let submission = Submission { prompt, max_tokens, stop_ids: active.stop_ids().to_vec(), priority };
-        let prepared = Prepared::new(&shared.config, &shared.options, submission)?;
+        let stop_ids = active.stop_ids().to_vec();
+        let submission = Submission { prompt, max_tokens, stop_ids, priority, score_from: None };
+        self.hand_over(submission, active)
+    }
+
+    /// Has the probabilities of given tokens computed, in batches with whatever else runs; no row's logits outlive
+    /// the batch.
+    ///
+    /// # Errors
+    /// As [`Engine::submit`]; `Zero` for a first token of 0.
+    pub fn score(&self, request: ScoreRequest) -> Result<Ticket> {
+        let (submitted, shared) = (Instant::now(), &self.inner.shared);
+        let (prompt, priority) = (request.prompt.clone(), request.priority);
+        let score_from = Some(request.from);
+        let active = Active::scoring(&shared.config, request, submitted)?;
+        let submission = Submission { prompt, max_tokens: 0, stop_ids: Vec::new(), priority, score_from };
+        self.hand_over(submission, active)
+    }
+
+    fn hand_over(&self, submission: Submission, active: Active) -> Result<Ticket> {
+        let shared = &self.inner.shared;
+        let prepared = Prepared::new(&shared.config, &shared.options, shared.named, submission)?;
         let mut gate = shared.gate();
         if gate.closed {
             return Err(Error::ShuttingDown);
@@ -263,7 +286,12 @@ fn pages(runner: &Runner, options: &EngineOptions) -> Result<[usize; GROUPS]> {
     if options.sequences == 0 {
         return Err(Error::Zero { what: "sequences" });
     }
-    let s = &options.scheduler;
-    let need = PagePool::new(runner.plan(), s.rollback).need(s.context, s.rows);
-    Ok(Group::ALL.map(|group| 1 + options.sequences.saturating_mul(need[group.index()])))
+    let (s, plan) = (&options.scheduler, runner.plan());
+    let need = PagePool::new(plan, options.prefix.rollback(s.rollback)).need(s.context, s.rows);
+    let mut pages = Group::ALL.map(|group| 1 + options.sequences.saturating_mul(need[group.index()]));
+    // More than a sliding page for each full one is of no use.
+    let most = pages[Group::Full.index()];
+    let sliding = &mut pages[Group::Sliding.index()];
+    *sliding = sliding.saturating_add(options.prefix.snapshot_pages(plan)?).min(most.max(*sliding));
+    Ok(pages)
 }

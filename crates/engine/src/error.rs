@@ -60,6 +60,12 @@ pub enum Error {
     OutOfPages { group: lapidary_ops::Group, needed: usize, free: usize },
     #[error("the {group:?} group has {pages} pages, one sequence of the whole context needs {needed}")]
     PoolTooSmall { group: lapidary_ops::Group, pages: usize, needed: usize },
+    #[error(
+        "{bytes} bytes of snapshots hold no window of sliding pages, which takes {needed}; raise them or keep nothing"
+    )]
+    SnapshotBudget { bytes: usize, needed: usize },
+    #[error("{path}: kept prefixes cannot be stored here: {problem}")]
+    PrefixFolder { path: std::path::PathBuf, problem: String },
     #[error("position {position} is on a page that others hold too; go back to the page's start")]
     SharedPage { position: usize },
     #[error("page {page} of the {group:?} group is held by nobody")]

@@ -3,12 +3,13 @@
 //! [`Request`], [`Event`] and [`FinishReason`] are the types of the engine at large: a scheduler of many
 //! requests speaks them too.
 
+use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use crate::error::Result;
 use crate::prompt::Prompt;
 use crate::sampling::{Sampled, Sampler, SamplingParams, TokenCounts};
-use crate::stepper::{Heads, Stepper};
+use crate::stepper::{Chunk, Heads, Stepper};
 
 /// What a caller asks for.
 #[derive(Clone, Debug)]
@@ -102,10 +103,22 @@ impl<'a> Generation<'a> {
     /// # Errors
     /// What a step can fail with. The request is over then.
     pub fn step(&mut self, progress: &mut dyn FnMut(usize)) -> Result<Option<Event>> {
+        self.step_watched(progress, &mut |_| {})
+    }
+
+    /// [`Generation::step`], with each batch that runs handed to `watch`: what a capture is read from.
+    ///
+    /// # Errors
+    /// As [`Generation::step`].
+    pub fn step_watched(
+        &mut self,
+        progress: &mut dyn FnMut(usize),
+        watch: &mut dyn FnMut(Chunk<'_>),
+    ) -> Result<Option<Event>> {
         if self.finished {
             return Ok(None);
         }
-        match self.advance(progress) {
+        match self.advance(progress, watch) {
             Ok(event) => {
                 self.finished = matches!(event, Event::Finished(_));
                 Ok(Some(event))
@@ -122,15 +135,30 @@ impl<'a> Generation<'a> {
         self.stepper
     }
 
+    /// The same, to choose what the next batch captures. Whoever steps it takes the request's place.
+    pub fn stepper_mut(&mut self) -> &mut Stepper {
+        self.stepper
+    }
+
+    /// The positions that the next [`step`](Generation::step) runs.
+    pub fn upcoming(&self) -> Range<usize> {
+        let (first, rows) = (self.stepper.cursor(), self.request.prompt.tokens.len());
+        if self.started { first..first + 1 } else { first..first + rows }
+    }
+
     /// Counts and times so far.
     pub fn usage(&self) -> Usage {
         self.usage
     }
 
-    fn advance(&mut self, progress: &mut dyn FnMut(usize)) -> Result<Event> {
+    fn advance(
+        &mut self,
+        progress: &mut dyn FnMut(usize),
+        watch: &mut dyn FnMut(Chunk<'_>),
+    ) -> Result<Event> {
         if self.usage.answer_tokens >= self.request.max_tokens {
             // The last token's keys and values are written, so that a later turn can go on from here.
-            self.flush()?;
+            self.flush(watch)?;
             return Ok(Event::Finished(FinishReason::Length));
         }
         let start = Instant::now();
@@ -144,6 +172,7 @@ impl<'a> Generation<'a> {
                     fed += chunk.positions.len();
                     progress(fed);
                     token = chunk.outcome.argmax.last().copied().unwrap_or(0);
+                    watch(chunk);
                 })?;
                 token as u32
             }
@@ -153,7 +182,9 @@ impl<'a> Generation<'a> {
                     return Ok(Event::Finished(FinishReason::ContextFull));
                 }
                 self.pending = None;
-                self.stepper.decode_step(token, position)?
+                let next = self.stepper.decode_step(token, position)?;
+                watch(self.stepper.last_step(true));
+                next
             }
         };
         let sampled = self.sample(argmax)?;
@@ -181,11 +212,12 @@ impl<'a> Generation<'a> {
         Ok(self.sampler.sample(&self.logits, self.stepper.cursor() as u64, &self.counts)?)
     }
 
-    fn flush(&mut self) -> Result<()> {
+    fn flush(&mut self, watch: &mut dyn FnMut(Chunk<'_>)) -> Result<()> {
         if let Some(token) = self.pending.take() {
             let position = self.stepper.cursor();
             if position < self.stepper.context() {
                 self.stepper.prefill_step(token, position)?;
+                watch(self.stepper.last_step(false));
             }
         }
         Ok(())

@@ -4,7 +4,7 @@
 //! on demand, slots beside it. [`sampling`] turns logits into tokens. [`generate`] answers one request;
 //! [`scheduler`] shares batches and [`pages`] among many, and an [`Engine`] is a thread that drives it.
 //!
-//! Deliberately absent: text (ids in, ids out), HTTP, files.
+//! Deliberately absent: text (ids in, ids out), HTTP, and files but for stored prefixes.
 
 mod active;
 mod debug;
@@ -16,6 +16,7 @@ mod lane;
 pub mod metrics;
 pub mod pages;
 mod prefix;
+pub mod profile;
 mod prompt;
 mod request;
 mod runner;
@@ -29,9 +30,12 @@ mod worker;
 pub use engine::{Engine, EngineOptions, Ticket};
 pub use error::{Error, Result};
 pub use guide::{Allowed, Guide, GuideError, StopCause, Verdict};
-pub use prefix::PrefixOptions;
+pub use prefix::{PrefixDir, PrefixOptions, PrefixStats, StoreStats};
 pub use prompt::{Prompt, SoftKind, SoftSpan};
-pub use request::{EngineEvent, EngineFinish, EngineRequest, EngineUsage, FailureKind, Sink};
+pub use request::{
+    EngineEvent, EngineFinish, EngineRequest, EngineUsage, FailureKind, Score, ScoreEvent, ScoreRequest,
+    ScoreSink, Sink,
+};
 pub use runner::Runner;
 pub use slots::SmokeReport;
 pub use stepper::{Chunk, Heads, Stepper};

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use lapidary_ops::GROUPS;
 
+use crate::prefix::StoreStats;
 use crate::scheduler::SchedulerStats;
 
 /// A histogram over fixed bounds.
@@ -93,6 +94,8 @@ pub struct EngineStats {
     pub panics: u64,
     /// Passes that the device could not finish.
     pub failed_passes: u64,
+    /// What is stored of earlier requests, where it is.
+    pub store: Option<StoreStats>,
     /// Time in which the device ran passes.
     pub device_time: Duration,
     /// Time that the engine's thread spent on everything else while there was work.
@@ -120,6 +123,7 @@ impl Default for EngineStats {
             non_finite: 0,
             panics: 0,
             failed_passes: 0,
+            store: None,
             device_time: Duration::ZERO,
             host_time: Duration::ZERO,
             queue: Histogram::new(LONG_BOUNDS),

@@ -6,7 +6,8 @@
 //!
 //! Invariants, which [`PagePool::check`] proves:
 //! - Page 0 belongs to nobody, since rows that only pad a batch write there.
-//! - A page is free or held; its count says by how many sequences and pins.
+//! - A page is free or held; its count says by how many sequences and pins, a cache's among them.
+//! - A page that only a cache holds is **idle**: it counts as available, and its cache gives it up when asked.
 //! - A page that a sequence may still write is held by that sequence alone: a full page's keys never change,
 //!   and going back into one that others hold is refused.
 //!
@@ -32,6 +33,10 @@ struct GroupPool {
     holders: Vec<u32>,
     /// Pages that nobody holds; the last is taken first.
     free: Vec<u32>,
+    /// By page: whether a cache is one of the holders.
+    kept: Vec<bool>,
+    /// Pages that only a cache holds.
+    idle: usize,
     /// Positions that a row sees; `None` for all.
     window: Option<usize>,
     /// A group without layers needs no pages.
@@ -78,6 +83,8 @@ impl PagePool {
             GroupPool {
                 holders: vec![0; group.pages],
                 free: (1..group.pages as u32).rev().collect(),
+                kept: vec![false; group.pages],
+                idle: 0,
                 window: group.window,
                 has_layers: !group.layers.is_empty(),
             }
@@ -90,9 +97,36 @@ impl PagePool {
         self.groups[group.index()].holders.len().saturating_sub(1)
     }
 
-    /// Pages of a group that nobody holds.
+    /// Pages of a group that sequences can have: those that nobody holds, and those that only a cache does.
     pub fn available(&self, group: Group) -> usize {
+        let pool = &self.groups[group.index()];
+        pool.free.len() + pool.idle
+    }
+
+    /// Pages of a group that nobody holds.
+    pub fn free_pages(&self, group: Group) -> usize {
         self.groups[group.index()].free.len()
+    }
+
+    /// Pages of a group that only a cache holds.
+    pub fn idle(&self, group: Group) -> usize {
+        self.groups[group.index()].idle
+    }
+
+    /// How many sequences and pins hold a page, a cache's among them.
+    pub fn holders(&self, group: Group, page: u32) -> u32 {
+        self.groups[group.index()].holders.get(page as usize).copied().unwrap_or(0)
+    }
+
+    /// Positions that a row of a group sees; `None` for all, or for a group without layers.
+    pub fn window(&self, group: Group) -> Option<usize> {
+        let pool = &self.groups[group.index()];
+        pool.window.filter(|_| pool.has_layers)
+    }
+
+    /// Whether a group has layers at all.
+    pub fn has_layers(&self, group: Group) -> bool {
+        self.groups[group.index()].has_layers
     }
 
     /// Most pages, by group, that a sequence of `positions` positions holds at any time when it is fed at most
@@ -118,31 +152,30 @@ impl PagePool {
     /// # Errors
     /// `OutOfPages` with the first group that has too few.
     pub fn grow(&mut self, sequence: &mut SequencePages, end: usize) -> Result<()> {
-        let blocks = end.div_ceil(PAGE_TOKENS);
-        let missing = [0, 1].map(|g| match self.groups[g].has_layers {
-            true => blocks.saturating_sub(sequence.tables[g].end()),
-            false => 0,
-        });
+        let missing = self.missing(sequence, end);
         for group in Group::ALL {
-            let (needed, free) = (missing[group.index()], self.available(group));
+            let (needed, free) = (missing[group.index()], self.free_pages(group));
             if needed > free {
                 return Err(Error::OutOfPages { group, needed, free });
             }
         }
-        for (g, missing) in missing.into_iter().enumerate() {
-            for _ in 0..missing {
-                let page = self.groups[g].free.pop().expect("counted above");
-                self.groups[g].holders[page as usize] = 1;
-                sequence.tables[g].pages.push_back(page);
-            }
-        }
+        self.add_pages(sequence, missing);
         Ok(())
     }
 
-    /// One past the last position that [`PagePool::grow`] could reach for this sequence.
+    /// Pages by group that [`PagePool::grow`] would take: as many must be free, idle ones not counted.
+    pub fn missing(&self, sequence: &SequencePages, end: usize) -> [usize; GROUPS] {
+        let blocks = end.div_ceil(PAGE_TOKENS);
+        [0, 1].map(|g| match self.groups[g].has_layers {
+            true => blocks.saturating_sub(sequence.tables[g].end()),
+            false => 0,
+        })
+    }
+
+    /// One past the last position that [`PagePool::grow`] could reach for this sequence once idle pages are free.
     pub fn reach(&self, sequence: &SequencePages) -> usize {
         let groups = self.groups.iter().zip(&sequence.tables).filter(|(g, _)| g.has_layers);
-        groups.map(|(g, t)| (t.end() + g.free.len()) * PAGE_TOKENS).min().unwrap_or(usize::MAX)
+        groups.map(|(g, t)| (t.end() + g.free.len() + g.idle) * PAGE_TOKENS).min().unwrap_or(usize::MAX)
     }
 
     /// Releases pages that no row can see any more once `cursor` is the next position and at most `rollback`
@@ -204,8 +237,28 @@ impl PagePool {
     /// `FreePage`.
     pub fn pin(&mut self, group: Group, page: u32) -> Result<()> {
         self.held(group, page)?;
-        self.groups[group.index()].holders[page as usize] += 1;
+        self.add_holder(group.index(), page);
         Ok(())
+    }
+
+    /// Adds a cache as holder to a page that is held and that no cache holds.
+    pub(crate) fn keep(&mut self, group: Group, page: u32) {
+        let pool = &mut self.groups[group.index()];
+        assert!(
+            pool.holders[page as usize] > 0 && !pool.kept[page as usize],
+            "page {page} is held, by no cache"
+        );
+        pool.holders[page as usize] += 1;
+        pool.kept[page as usize] = true;
+    }
+
+    /// The cache gives a page up.
+    pub(crate) fn unkeep(&mut self, group: Group, page: u32) {
+        let pool = &mut self.groups[group.index()];
+        assert!(pool.kept[page as usize], "a cache holds page {page}");
+        pool.kept[page as usize] = false;
+        pool.idle -= usize::from(pool.holders[page as usize] == 1);
+        self.drop_holder(group.index(), page);
     }
 
     /// Takes a pin back.
@@ -240,7 +293,7 @@ impl PagePool {
         }
         let mut sequence = SequencePages::default();
         for (g, (first_block, pages)) in blocks.into_iter().enumerate() {
-            pages.iter().for_each(|&page| self.groups[g].holders[page as usize] += 1);
+            pages.iter().for_each(|&page| self.add_holder(g, page));
             sequence.tables[g] = Table { first_block, pages: pages.iter().copied().collect() };
         }
         Ok(sequence)
@@ -268,6 +321,64 @@ impl PagePool {
             batch.pages[g].extend(pages.map(|&page| page as i32));
             PageTable { start, count: batch.pages[g].len() - start, first_block }
         })
+    }
+
+    /// A sequence that begins with these full pages, which others hold, and has no sliding ones yet.
+    pub(crate) fn hold(&mut self, full: &[u32]) -> SequencePages {
+        full.iter().for_each(|&page| self.add_holder(Group::Full.index(), page));
+        let mut sequence = SequencePages::default();
+        sequence.tables[Group::Full.index()].pages = full.iter().copied().collect();
+        sequence
+    }
+
+    /// Gives a sequence that [`PagePool::hold`] made so many more pages by group, the sliding ones from block
+    /// `first_sliding` on, or nothing at all.
+    ///
+    /// # Errors
+    /// `OutOfPages`.
+    pub(crate) fn extend(
+        &mut self,
+        sequence: &mut SequencePages,
+        first_sliding: usize,
+        more: [usize; GROUPS],
+    ) -> Result<()> {
+        for group in Group::ALL {
+            let (needed, free) = (more[group.index()], self.free_pages(group));
+            if needed > free {
+                return Err(Error::OutOfPages { group, needed, free });
+            }
+        }
+        sequence.tables[Group::Sliding.index()].first_block = first_sliding;
+        self.add_pages(sequence, more);
+        Ok(())
+    }
+
+    fn add_pages(&mut self, sequence: &mut SequencePages, more: [usize; GROUPS]) {
+        for (g, more) in more.into_iter().enumerate() {
+            for _ in 0..more {
+                let page = self.groups[g].free.pop().expect("as many are free");
+                self.groups[g].holders[page as usize] = 1;
+                sequence.tables[g].pages.push_back(page);
+            }
+        }
+    }
+
+    /// Lets a sequence hold `page`, which is held and has the same contents, in place of its own page for a block.
+    pub(crate) fn swap(&mut self, sequence: &mut SequencePages, group: Group, block: usize, page: u32) {
+        let table = &mut sequence.tables[group.index()];
+        let own = std::mem::replace(&mut table.pages[block - table.first_block], page);
+        self.add_holder(group.index(), page);
+        self.drop_holder(group.index(), own);
+    }
+
+    /// Pages of a group that would become available if this sequence were freed.
+    pub fn own(&self, sequence: &SequencePages, group: Group) -> usize {
+        let pool = &self.groups[group.index()];
+        let own = |page: &&u32| {
+            let (count, kept) = (pool.holders[**page as usize], pool.kept[**page as usize]);
+            count == 1 + u32::from(kept)
+        };
+        sequence.tables[group.index()].pages.iter().filter(own).count()
     }
 
     /// Proves the invariants, given every sequence and every pin there is.
@@ -304,15 +415,28 @@ impl PagePool {
             if let Some(page) = counts.iter().skip(1).position(|&c| c == 0) {
                 return Err(format!("{group:?} page {} is lost", page + 1));
             }
+            let idle =
+                pool.kept.iter().zip(&pool.holders).filter(|(kept, count)| **kept && **count == 1).count();
+            if idle != pool.idle {
+                return Err(format!("{idle} {group:?} pages are idle, {} are noted", pool.idle));
+            }
         }
         Ok(())
     }
 
+    fn add_holder(&mut self, g: usize, page: u32) {
+        let pool = &mut self.groups[g];
+        pool.idle -= usize::from(pool.kept[page as usize] && pool.holders[page as usize] == 1);
+        pool.holders[page as usize] += 1;
+    }
+
     fn drop_holder(&mut self, g: usize, page: u32) {
-        let holders = &mut self.groups[g].holders[page as usize];
-        *holders -= 1;
-        if *holders == 0 {
-            self.groups[g].free.push(page);
+        let pool = &mut self.groups[g];
+        pool.holders[page as usize] -= 1;
+        match pool.holders[page as usize] {
+            0 => pool.free.push(page),
+            1 if pool.kept[page as usize] => pool.idle += 1,
+            _ => {}
         }
     }
 }

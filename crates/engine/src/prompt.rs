@@ -7,6 +7,7 @@ use lapidary_model::{Config, VisionBlocks};
 use lapidary_ops::{Batch, GROUPS};
 
 use crate::error::{Error, Result};
+use crate::prefix::{Chain, Content, digest};
 
 /// What is fed to a sequence: token ids, some of them stood in for by embeddings.
 #[derive(Clone, Debug, Default)]
@@ -136,6 +137,47 @@ impl<'a> Checked<'a> {
             batch.per_layer_tokens.push(self.lookup[row]);
             batch.positions.push(position as i32);
         }
+    }
+
+    /// Adds every row to a chain of block names.
+    pub fn name_rows(&self, chain: &mut Chain) {
+        // Of the vision block at hand, and where it began.
+        let mut block = (0, [0; 32]);
+        for (row, &token) in self.prompt.tokens.iter().enumerate() {
+            let Some((span, first)) = self.soft[row] else {
+                chain.push(Content::Text(token));
+                continue;
+            };
+            let span = &self.prompt.soft[span];
+            if span.kind == SoftKind::Audio {
+                chain.push(Content::Soft(&span.values[first..first + self.hidden]));
+                continue;
+            }
+            if row == 0 || self.block_end[row - 1] != self.block_end[row] {
+                block = (row, self.block_digest(row));
+            }
+            chain.push(Content::Block(block.1, row - block.0));
+        }
+    }
+
+    /// A hash of the embeddings of the vision block that begins at `row`.
+    fn block_digest(&self, row: usize) -> [u8; 32] {
+        let rows = (row..self.block_end[row]).filter_map(|row| self.soft[row]);
+        let values: Vec<f32> = rows
+            .flat_map(|(span, first)| &self.prompt.soft[span].values[first..first + self.hidden])
+            .copied()
+            .collect();
+        digest(&values)
+    }
+
+    /// The token of a text row.
+    pub fn text(&self, row: usize) -> Option<u32> {
+        self.soft[row].is_none().then(|| self.prompt.tokens[row])
+    }
+
+    /// Whether a row is a text row with one of these tokens.
+    pub fn is_one_of(&self, row: usize, tokens: &[u32]) -> bool {
+        self.soft[row].is_none() && tokens.contains(&self.prompt.tokens[row])
     }
 
     /// Cuts the prompt into runs of at most `limit` rows that split no vision block.

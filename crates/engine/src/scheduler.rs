@@ -30,6 +30,8 @@
 //! - **Fair share.** Half of the prompts' rows go to the first in rank; the others share the other half, those
 //!   served longest ago first. A short prompt behind a long one is answered before it, and the long one still
 //!   gets done.
+//! - **Reuse.** Where prefixes are kept (see [`PrefixOptions`]), a request goes on from the longest that is there
+//!   when it is let in, and one that shares its beginning with a prompt that is being fed waits for it.
 //! - **One end.** Each request ends exactly once, with one reason, and a failing row ends one request.
 //!
 //! Deliberately absent: sampling, stop strings and timeouts (the caller cancels), and planning a step while
@@ -37,6 +39,7 @@
 
 mod choose;
 mod pace;
+mod reuse;
 mod room;
 mod sequence;
 
@@ -50,9 +53,11 @@ use lapidary_ops::{Batch, Group, KvPlan, RowSpan};
 use crate::error::{Error, Result};
 use crate::generate::FinishReason;
 use crate::pages::PagePool;
+use crate::prefix::{Chain, PrefixOptions, PrefixStats, PrefixTree};
 use crate::prompt::{Checked, Prompt, check_token};
 
 use pace::Pace;
+pub(crate) use reuse::{Left, Wanted};
 use sequence::{Rank, Sequence};
 
 /// Sizes and bounds.
@@ -105,25 +110,38 @@ pub struct Submission {
     pub stop_ids: Vec<u32>,
     /// Higher goes first.
     pub priority: i8,
+    /// The first token of the prompt whose probability is wanted, at least 1: the first has none. Then
+    /// `max_tokens` may be 0, for no answer at all.
+    pub score_from: Option<usize>,
 }
 
 /// A submission that was checked, apart from the scheduler so that another thread can do it.
 #[derive(Debug)]
 pub(crate) struct Prepared {
     prompt: Checked<'static>,
+    chain: Option<Chain>,
     max_tokens: usize,
     stop_ids: Vec<u32>,
     priority: i8,
+    score_from: Option<usize>,
 }
 
 impl Prepared {
-    /// Checks a submission against the model and the sizes.
+    /// Checks a submission against the model and the sizes, and names its blocks where prefixes are kept.
     ///
     /// # Errors
     /// As [`Scheduler::submit`], but for `QueueFull`.
-    pub fn new(config: &Config, options: &SchedulerOptions, submission: Submission) -> Result<Prepared> {
-        let Submission { prompt, max_tokens, stop_ids, priority } = submission;
-        if max_tokens == 0 {
+    pub fn new(
+        config: &Config,
+        options: &SchedulerOptions,
+        named: bool,
+        submission: Submission,
+    ) -> Result<Prepared> {
+        let Submission { prompt, max_tokens, stop_ids, priority, score_from } = submission;
+        if score_from == Some(0) {
+            return Err(Error::Zero { what: "score_from" });
+        }
+        if max_tokens == 0 && score_from.is_none() {
             return Err(Error::Zero { what: "max_tokens" });
         }
         let (tokens, context) = (prompt.tokens.len(), options.context);
@@ -135,7 +153,12 @@ impl Prepared {
         if rows > limit {
             return Err(Error::VisionBlock { rows, limit });
         }
-        Ok(Prepared { prompt, max_tokens, stop_ids, priority })
+        let chain = named.then(|| {
+            let mut chain = Chain::default();
+            prompt.name_rows(&mut chain);
+            chain
+        });
+        Ok(Prepared { prompt, chain, max_tokens, stop_ids, priority, score_from })
     }
 }
 
@@ -163,10 +186,12 @@ pub struct PlanEntry {
     pub positions: Range<usize>,
     /// Which of the batch's head rows is the last of these, when a token is wanted.
     pub head: Option<usize>,
+    /// Which of the batch's head rows say how likely the prompt's next token is.
+    pub scores: Range<usize>,
 }
 
 impl Plan {
-    /// Requests that a token is wanted for, with the position that it takes, in the order of head rows.
+    /// Requests that a token is wanted for, with the position that it takes, in the order of their head rows.
     pub fn heads(&self) -> impl Iterator<Item = (RequestId, usize)> {
         self.entries.iter().filter(|e| e.head.is_some()).map(|e| (e.id, e.positions.end))
     }
@@ -229,6 +254,8 @@ pub struct SchedulerStats {
     pub recomputed_rows: u64,
     /// Sequences that lost their pages.
     pub preemptions: u64,
+    /// What is kept of earlier requests.
+    pub prefix: PrefixStats,
 }
 
 /// Decides what runs.
@@ -237,6 +264,9 @@ pub struct Scheduler {
     config: Config,
     options: SchedulerOptions,
     pool: PagePool,
+    prefix: Option<PrefixTree>,
+    left: Vec<Left>,
+    prefix_options: PrefixOptions,
     pace: Pace,
     running: BTreeMap<Rank, Sequence>,
     waiting: BTreeMap<Rank, Sequence>,
@@ -255,6 +285,19 @@ impl Scheduler {
     /// `Zero`; `TooLarge` for a context beyond 32 bits; `PoolTooSmall` when a sequence of the whole context
     /// could not run even alone.
     pub fn new(config: Config, plan: &KvPlan, options: SchedulerOptions) -> Result<Scheduler> {
+        Scheduler::with_prefix(config, plan, options, PrefixOptions::off())
+    }
+
+    /// A scheduler that keeps prefixes for later requests.
+    ///
+    /// # Errors
+    /// As [`Scheduler::new`], and `SnapshotBudget`.
+    pub fn with_prefix(
+        config: Config,
+        plan: &KvPlan,
+        options: SchedulerOptions,
+        prefix: PrefixOptions,
+    ) -> Result<Scheduler> {
         for (what, value) in [
             ("rows", options.rows),
             ("head_rows", options.head_rows),
@@ -268,7 +311,7 @@ impl Scheduler {
             }
         }
         crate::runner::check_context("context", options.context)?;
-        let pool = PagePool::new(plan, options.rollback);
+        let pool = PagePool::new(plan, prefix.rollback(options.rollback));
         let need = pool.need(options.context, options.rows);
         for group in Group::ALL {
             let (pages, needed) = (pool.total(group), need[group.index()]);
@@ -276,10 +319,15 @@ impl Scheduler {
                 return Err(Error::PoolTooSmall { group, pages, needed });
             }
         }
+        let most = prefix.snapshot_pages(plan)?;
+        let tree = prefix.enabled.then(|| PrefixTree::new(&pool, most));
         Ok(Scheduler {
             config,
             options,
             pool,
+            prefix: tree,
+            left: Vec::new(),
+            prefix_options: prefix,
             pace: Pace::default(),
             running: BTreeMap::new(),
             waiting: BTreeMap::new(),
@@ -300,7 +348,7 @@ impl Scheduler {
         if self.waiting.len() >= self.options.waiting {
             return Err(Error::QueueFull { limit: self.options.waiting });
         }
-        let prepared = Prepared::new(&self.config, &self.options, submission)?;
+        let prepared = Prepared::new(&self.config, &self.options, self.prefix.is_some(), submission)?;
         let id = RequestId(self.last_id + 1);
         self.enqueue(id, prepared, now);
         Ok(id)
@@ -310,10 +358,12 @@ impl Scheduler {
     /// full was the caller's to ask.
     pub(crate) fn enqueue(&mut self, id: RequestId, prepared: Prepared, now: Duration) {
         self.last_id = self.last_id.max(id.0);
-        let Prepared { prompt, max_tokens, stop_ids, priority } = prepared;
+        let Prepared { prompt, chain, max_tokens, stop_ids, priority, score_from } = prepared;
         let rank = Rank::new(id, priority, now, self.options.priority_worth);
         self.ranks.insert(id, rank);
-        self.waiting.insert(rank, Sequence::new(id, prompt, max_tokens, stop_ids, now));
+        let mut sequence = Sequence::new(id, prompt, chain, max_tokens, stop_ids, score_from, now);
+        self.want_snapshots(&mut sequence);
+        self.waiting.insert(rank, sequence);
     }
 
     /// Ends a request, wherever it stands, and releases its pages at once: a batch in flight may still write
@@ -342,7 +392,7 @@ impl Scheduler {
     pub fn next_alone(&mut self, id: RequestId, now: Duration, batch: &mut Batch) -> Option<Plan> {
         let rank = *self.ranks.get(&id).filter(|_| self.in_flight.is_none())?;
         let sequence = self.running.get(&rank)?;
-        let rows = sequence.fit(sequence.cursor(), self.options.rows);
+        let rows = self.most_rows(sequence);
         let chosen = self.take_pages(vec![(rank, rows)]);
         self.start(chosen, now, batch)
     }
@@ -366,7 +416,11 @@ impl Scheduler {
             let tables = self.pool.push_tables(&sequence.pages, batch, cursor, *rows);
             batch.spans.push(RowSpan { first_row, rows: *rows, tables });
             let end = first_row + rows;
-            let head = (*rows == sequence.pending()).then(|| {
+            let first_head = batch.heads.len();
+            let scored = (cursor..cursor + rows).filter(|row| sequence.scores(*row));
+            batch.heads.extend(scored.map(|row| (first_row + row - cursor) as i32));
+            let scores = first_head..batch.heads.len();
+            let head = (*rows == sequence.pending() && sequence.answers()).then(|| {
                 batch.heads.push(end as i32 - 1);
                 batch.heads.len() - 1
             });
@@ -374,12 +428,12 @@ impl Scheduler {
             self.stats.rows += *rows as u64;
             self.stats.recomputed_rows += sequence.recomputed(*rows) as u64;
             let positions = cursor..cursor + rows;
-            entries.push(PlanEntry { id: sequence.id, rows: first_row..end, positions, head });
+            entries.push(PlanEntry { id: sequence.id, rows: first_row..end, positions, head, scores });
         }
         Plan { serial: self.stats.steps, planned_at: now, entries }
     }
 
-    /// Takes what the batch of `plan` gave, one for each of its head rows. The time since it was planned tells
+    /// Takes what the batch of `plan` gave, one for each of [`Plan::heads`]. The time since it was planned tells
     /// how fast the device is.
     ///
     /// # Errors
@@ -399,23 +453,29 @@ impl Scheduler {
         let rows = plan.entries.iter().map(|e| e.rows.len()).sum();
         self.pace.observe(rows, now.saturating_sub(plan.planned_at));
         let mut events = Vec::new();
+        let mut produced = produced.iter();
         for entry in &plan.entries {
+            let produced = entry.head.and_then(|_| produced.next());
             // Cancelled in the meantime.
             let Some(rank) = self.ranks.get(&entry.id) else { continue };
             let sequence =
                 self.running.get_mut(rank).expect("nobody is pre-empted while a plan is in flight");
             sequence.advance(entry.positions.end);
+            if let Some(tree) = &mut self.prefix {
+                reuse::keep_wanted(tree, &mut self.pool, sequence);
+            }
             self.pool.release_behind(&mut sequence.pages, entry.positions.end);
-            let Some(head) = entry.head else { continue };
-            let ended = match produced[head] {
-                Produced::Token(token) if check_token(&self.config, token).is_ok() => {
+            let ended = match produced {
+                None if sequence.answers() || sequence.cursor() < sequence.known() => None,
+                None => Some(EndReason::Done(FinishReason::Length)),
+                Some(&Produced::Token(token)) if check_token(&self.config, token).is_ok() => {
                     let ended = sequence.answer(token, now, self.options.context);
                     if !matches!(ended, Some(FinishReason::Stop(_))) {
                         events.push(SchedulerEvent::Token { id: entry.id, token });
                     }
                     ended.map(EndReason::Done)
                 }
-                Produced::Token(_) | Produced::Failed => {
+                Some(Produced::Token(_) | Produced::Failed) => {
                     Some(EndReason::Failed { position: entry.positions.end - 1 })
                 }
             };
@@ -449,7 +509,8 @@ impl Scheduler {
 
     /// Counts so far.
     pub fn stats(&self) -> SchedulerStats {
-        SchedulerStats { waiting: self.waiting.len(), running: self.running.len(), ..self.stats }
+        let prefix = self.prefix.as_ref().map(PrefixTree::stats).unwrap_or_default();
+        SchedulerStats { waiting: self.waiting.len(), running: self.running.len(), prefix, ..self.stats }
     }
 
     /// The pages.
@@ -462,7 +523,9 @@ impl Scheduler {
     /// # Errors
     /// What is wrong, in words; that is a bug here.
     pub fn check(&self) -> Result<(), String> {
-        self.pool.check(self.running.values().map(|s| &s.pages), &[])?;
+        let pins = self.prefix.as_ref().map(PrefixTree::pins).unwrap_or_default();
+        self.pool.check(self.running.values().map(|s| &s.pages), &pins)?;
+        self.prefix.as_ref().map_or(Ok(()), |tree| tree.check(&self.pool))?;
         let places = self.running.iter().chain(&self.waiting);
         let placed = places.filter(|(rank, s)| self.ranks.get(&s.id) == Some(rank)).count();
         let (all, noted) = (self.running.len() + self.waiting.len(), self.ranks.len());
@@ -482,7 +545,15 @@ impl Scheduler {
     fn end(&mut self, id: RequestId, reason: EndReason) -> Option<SchedulerEvent> {
         let rank = self.ranks.remove(&id)?;
         let sequence = self.running.remove(&rank).or_else(|| self.waiting.remove(&rank));
-        self.pool.free(sequence.expect("a rank that is noted is in one of the two").pages);
+        let mut sequence = sequence.expect("a rank that is noted is in one of the two");
+        match reason {
+            EndReason::Done(_) | EndReason::Cancelled => {
+                self.keep_end(&mut sequence);
+                self.leave(&sequence);
+            }
+            EndReason::Failed { .. } => self.forget(&sequence),
+        }
+        self.pool.free(sequence.pages);
         Some(SchedulerEvent::Finished { id, reason })
     }
 }

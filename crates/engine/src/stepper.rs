@@ -34,6 +34,8 @@ pub struct Chunk<'a> {
     pub heads: Range<usize>,
     /// Argmax of each, and what was captured.
     pub outcome: &'a Outcome,
+    /// The batch as it was run; all of its rows are this prompt's.
+    pub batch: &'a Batch,
 }
 
 /// Which sequence a call works on.
@@ -303,6 +305,13 @@ impl Stepper {
         Ok(())
     }
 
+    /// The last single step, as a batch of one row.
+    pub(crate) fn last_step(&self, head: bool) -> Chunk<'_> {
+        let end = self.single.cursor();
+        let heads = if head { end - 1..end } else { end..end };
+        Chunk { positions: end - 1..end, heads, outcome: &self.outcome, batch: &self.batch }
+    }
+
     fn at_cursor(&self, position: usize) -> Result<()> {
         match self.single.cursor() {
             expected if expected == position => Ok(()),
@@ -356,7 +365,7 @@ impl Stepper {
                 let heads = at(head_rows.start)..at(head_rows.end);
                 let positions = at(chunk.start)..at(chunk.end);
                 s.run_chunk(seq, &checked, chunk.clone(), head_rows, layers.clone())?;
-                sink(Chunk { positions, heads, outcome: &s.outcome })?;
+                sink(Chunk { positions, heads, outcome: &s.outcome, batch: &s.batch })?;
             }
             Ok(())
         })

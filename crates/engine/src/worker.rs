@@ -11,26 +11,107 @@
 use std::collections::{HashMap, VecDeque};
 use std::mem;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
-use std::sync::mpsc::{Receiver, TryRecvError};
+use std::sync::mpsc::{Receiver, Sender, TryRecvError};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::available_parallelism;
 use std::time::{Duration, Instant};
 
-use lapidary_ops::{Batch, Group, Outcome, TailRows};
+use lapidary_ops::{Batch, Group, Outcome, PAGE_TOKENS, TailRows};
+use sha2::{Digest, Sha256};
 
-use crate::active::{Active, Reads, TokenTime, guarded, message};
+use crate::active::{Active, Chosen, Reads, TokenTime, guarded, message};
 use crate::engine::{EngineOptions, Shared};
 use crate::error::{Error, Result};
 use crate::generate::FinishReason;
 use crate::metrics::{EngineStats, PageUse};
+use crate::prefix::{LoadedPages, PrefixOptions, Store};
 use crate::request::{EngineEvent, EngineFinish, FailureKind};
 use crate::runner::Runner;
-use crate::scheduler::{EndReason, Plan, Prepared, Produced, RequestId, Scheduler, SchedulerEvent};
+use crate::scheduler::{EndReason, Plan, Prepared, Produced, RequestId, Scheduler, SchedulerEvent, Wanted};
+
+/// Logits that one thread reads before another is worth starting.
+const READ_ALONE: usize = 300_000;
+/// Changes when stored pages of earlier versions must not be read any more.
+const LAYOUT: &str = "lapidary pages 1";
+/// How often an engine looks at the time while all its requests wait for stored pages.
+const IDLE_LOOK: Duration = Duration::from_millis(5);
 
 /// What the thread is told.
 pub(crate) enum Command {
-    Submit { id: RequestId, prepared: Box<Prepared>, active: Box<Active> },
+    Submit {
+        id: RequestId,
+        prepared: Box<Prepared>,
+        active: Box<Active>,
+    },
     Cancel(RequestId),
+    /// Stored pages for the beginning of a request that waits for them, unless they turned out to be useless.
+    Loaded {
+        id: RequestId,
+        wanted: Wanted,
+        pages: Option<LoadedPages>,
+    },
     Shutdown,
+}
+
+/// What is to be made of one request's logits.
+struct Job<'a> {
+    id: RequestId,
+    active: &'a mut Active,
+    reads: Vec<Read>,
+    failure: Option<FailureKind>,
+}
+
+/// A row of logits that is to be read.
+struct Read {
+    /// Among those that are lent.
+    row: usize,
+    /// Of the token that follows.
+    position: usize,
+    /// The token with the largest logit, for an answer; `None` where the prompt's own token is scored.
+    best: Option<u32>,
+}
+
+impl Job<'_> {
+    fn run(&mut self, logits: &[&[f32]]) {
+        for Read { row, position, best } in mem::take(&mut self.reads) {
+            if self.failure.is_some() {
+                return;
+            }
+            match best {
+                None => self.failure = self.active.score(logits[row], position).err(),
+                Some(best) => self.note(|active| active.choose(Some(logits[row]), best, position)),
+            }
+        }
+    }
+
+    fn note(&mut self, choose: impl FnOnce(&mut Active) -> Result<Chosen, FailureKind>) {
+        match choose(self.active) {
+            Ok(chosen) => self.active.chosen = Some(chosen),
+            Err(kind) => self.failure = Some(kind),
+        }
+    }
+}
+
+/// Runs all jobs; several threads share them when there is more to read than starting threads takes.
+fn run_all(jobs: &mut [Job<'_>], logits: &[&[f32]]) {
+    let work: usize = logits.iter().map(|row| row.len()).sum();
+    let threads = (work / READ_ALONE).min(logits.len()).min(available_parallelism().map_or(1, usize::from));
+    if threads < 2 {
+        jobs.iter_mut().for_each(|job| job.run(logits));
+        return;
+    }
+    // By number of rows, since one request may have many.
+    jobs.sort_by_key(|job| std::cmp::Reverse(job.reads.len()));
+    let next = Mutex::new(jobs.iter_mut());
+    let work = || {
+        while let Some(job) = { next.lock().unwrap_or_else(PoisonError::into_inner).next() } {
+            job.run(logits);
+        }
+    };
+    std::thread::scope(|scope| {
+        (1..threads).for_each(|_| drop(scope.spawn(work)));
+        work();
+    });
 }
 
 /// The thread's own.
@@ -41,9 +122,16 @@ pub(crate) struct Worker {
     shared: Arc<Shared>,
     inbox: Receiver<Command>,
     active: HashMap<RequestId, Box<Active>>,
+    store: Option<Store>,
+    /// To hand to whoever reads stored pages.
+    commands: Sender<Command>,
+    /// Requests whose stored pages are being read.
+    loading: HashMap<RequestId, Box<Prepared>>,
     /// Requests of a pass that failed, to be run alone.
     suspects: VecDeque<RequestId>,
     batch: Batch,
+    /// Rows of the batch at hand whose logits are wanted.
+    batch_heads: Vec<i32>,
     begun: Instant,
     stats: EngineStats,
     /// Requests that have ended since the figures were last put in.
@@ -55,9 +143,12 @@ impl Worker {
         runner: Runner,
         options: EngineOptions,
         shared: Arc<Shared>,
+        commands: Sender<Command>,
         inbox: Receiver<Command>,
     ) -> Result<Worker> {
         let scheduler = scheduler(&runner, &options)?;
+        let mut runner = runner;
+        let store = open_store(&mut runner, &options.prefix)?;
         let mut worker = Worker {
             runner,
             scheduler,
@@ -65,8 +156,12 @@ impl Worker {
             shared,
             inbox,
             active: HashMap::new(),
+            store,
+            commands,
+            loading: HashMap::new(),
             suspects: VecDeque::new(),
             batch: Batch::default(),
+            batch_heads: Vec::new(),
             begun: Instant::now(),
             stats: EngineStats::default(),
             ended: 0,
@@ -86,6 +181,7 @@ impl Worker {
             self.obey(command);
         }
         self.end_all(&EngineFinish::Failed(FailureKind::ShuttingDown));
+        self.store_left();
         self.publish();
     }
 
@@ -95,6 +191,7 @@ impl Worker {
             let device = self.stats.device_time;
             self.expire(start);
             self.step();
+            self.store_left();
             let spent = start.elapsed();
             self.stats.host_time += spent.saturating_sub(self.stats.device_time - device);
             self.publish();
@@ -105,6 +202,14 @@ impl Worker {
     fn take_commands(&mut self) -> bool {
         if self.active.is_empty() && !self.inbox.recv().is_ok_and(|command| self.obey(command)) {
             return false;
+        }
+        if self.scheduler.is_idle() && !self.active.is_empty() {
+            // All there are wait for stored pages, or for the end of their time.
+            if let Ok(command) = self.inbox.recv_timeout(IDLE_LOOK)
+                && !self.obey(command)
+            {
+                return false;
+            }
         }
         loop {
             match self.inbox.try_recv() {
@@ -122,9 +227,22 @@ impl Worker {
     fn obey(&mut self, command: Command) -> bool {
         match command {
             Command::Submit { id, prepared, active } => {
-                let submitted = active.submitted.saturating_duration_since(self.begun);
                 self.active.insert(id, active);
-                self.scheduler.enqueue(id, *prepared, submitted);
+                self.take_in(id, prepared);
+                true
+            }
+            Command::Loaded { id, wanted, pages } => {
+                // Ended in the meantime, unless it is there.
+                if let Some(prepared) = self.loading.remove(&id) {
+                    match pages {
+                        Some(pages) => {
+                            self.import(&prepared, &wanted, &pages);
+                            self.queue(id, *prepared);
+                        }
+                        // Less may be stored than it seemed.
+                        None => self.take_in(id, prepared),
+                    }
+                }
                 true
             }
             Command::Cancel(id) => {
@@ -132,6 +250,65 @@ impl Worker {
                 true
             }
             Command::Shutdown => false,
+        }
+    }
+
+    /// Queues a request, once what is stored of its beginning was read.
+    fn take_in(&mut self, id: RequestId, prepared: Box<Prepared>) {
+        if let Some(store) = &self.store
+            && let Some(wanted) = self.scheduler.stored(&prepared, store)
+        {
+            let (commands, names) = (self.commands.clone(), wanted.pages.clone());
+            store.load(names, move |pages| {
+                // An engine that is gone has no use for them.
+                let _ = commands.send(Command::Loaded { id, wanted, pages });
+            });
+            self.loading.insert(id, prepared);
+            return;
+        }
+        self.queue(id, *prepared);
+    }
+
+    fn queue(&mut self, id: RequestId, prepared: Prepared) {
+        let Some(active) = self.active.get(&id) else { return };
+        let submitted = active.submitted.saturating_duration_since(self.begun);
+        self.scheduler.enqueue(id, prepared, submitted);
+    }
+
+    /// Puts pages that were read where the request will find them.
+    fn import(&mut self, prepared: &Prepared, wanted: &Wanted, pages: &LoadedPages) {
+        let Some(import) = self.scheduler.import(prepared, wanted) else { return };
+        let mut filled = true;
+        for (group, pages) in [(Group::Sliding, &pages.sliding), (Group::Full, &pages.full)] {
+            for (block, bytes) in pages {
+                let page = import.pages.page(group, *block).expect("one for each that was wanted");
+                filled &= self.runner.page_write(group, page as usize, bytes).is_ok();
+            }
+        }
+        self.scheduler.keep_import(prepared, import, filled);
+    }
+
+    /// Stores what requests that have ended left.
+    fn store_left(&mut self) {
+        let Some(store) = &self.store else { return };
+        for left in self.scheduler.take_left() {
+            for &blocks in &left.snapshots {
+                let full = (0..blocks).map(|block| (Group::Full, block));
+                let first = self.scheduler.window_from(blocks).unwrap_or(blocks);
+                let sliding = (first..blocks).map(|block| (Group::Sliding, block));
+                for (group, block) in full.chain(sliding) {
+                    let name = (group, left.keys[block]);
+                    if store.has(name) {
+                        continue;
+                    }
+                    // Given up for others already, it may be.
+                    let Some(page) = self.scheduler.kept_page(&left, blocks, group, block) else { break };
+                    let mut bytes = Vec::new();
+                    if self.runner.page_read(group, page as usize, &mut bytes).is_ok() {
+                        store.save(name, bytes);
+                    }
+                }
+            }
         }
     }
 
@@ -145,6 +322,7 @@ impl Worker {
     fn step(&mut self) {
         let mut batch = mem::take(&mut self.batch);
         if let Some(plan) = self.plan(&mut batch) {
+            self.batch_heads.clone_from(&batch.heads);
             self.announce(&plan);
             match self.forward(&plan, &batch) {
                 Ok(outcome) => self.answer(&plan, &outcome),
@@ -246,49 +424,65 @@ impl Worker {
         }
     }
 
+    /// Chooses tokens and reads scores, several requests at once where there is much to read.
     fn choose(&mut self, plan: &Plan, outcome: &Outcome) -> Vec<Produced> {
-        let heads: Vec<(RequestId, usize)> = plan.heads().collect();
-        let mut failures: Vec<(RequestId, FailureKind)> = Vec::new();
-        let mut read: Vec<usize> = Vec::new();
-        for (head, &(id, position)) in heads.iter().enumerate() {
+        let (mut rows, mut jobs) = (Vec::new(), Vec::new());
+        let mut active: HashMap<RequestId, &mut Box<Active>> =
+            self.active.iter_mut().map(|(id, active)| (*id, active)).collect();
+        for entry in &plan.entries {
             // Ended since the batch was planned.
-            let Some(active) = self.active.get_mut(&id) else { continue };
-            match outcome.argmax.get(head).map(|&best| u32::try_from(best)) {
-                Some(Ok(best)) => match active.reads() {
-                    Reads::Logits => read.push(head),
-                    Reads::Nothing => match active.choose(None, best, position) {
-                        Ok(chosen) => active.chosen = Some(chosen),
-                        Err(kind) => failures.push((id, kind)),
+            let Some(active) = active.remove(&entry.id) else { continue };
+            let mut job = Job { id: entry.id, active, reads: Vec::new(), failure: None };
+            for head in entry.scores.clone() {
+                let row = self.batch_heads[head] as usize - entry.rows.start;
+                job.reads.push(Read {
+                    row: rows.len(),
+                    position: entry.positions.start + row + 1,
+                    best: None,
+                });
+                rows.push(head);
+            }
+            if let Some(head) = entry.head {
+                let position = entry.positions.end;
+                match outcome.argmax.get(head).map(|&best| u32::try_from(best)) {
+                    Some(Ok(best)) => match job.active.reads() {
+                        Reads::Logits => {
+                            job.reads.push(Read { row: rows.len(), position, best: Some(best) });
+                            rows.push(head);
+                        }
+                        Reads::Nothing => job.note(|active| active.choose(None, best, position)),
                     },
-                },
-                _ => failures.push((id, FailureKind::NonFinite { position: position - 1 })),
+                    _ => job.failure = Some(FailureKind::NonFinite { position: position - 1 }),
+                }
             }
+            jobs.push(job);
         }
-        let active = &mut self.active;
-        let visited = self.runner.visit_logits(&read, &mut |i, logits| {
-            let (id, position) = heads[read[i]];
-            let active = active.get_mut(&id).expect("seen above");
-            match active.choose(Some(logits), outcome.argmax[read[i]] as u32, position) {
-                Ok(chosen) => active.chosen = Some(chosen),
-                Err(kind) => failures.push((id, kind)),
-            }
-        });
-        if let Err(error) = visited {
-            let kind = FailureKind::Device(error.to_string());
-            failures.extend(read.iter().map(|&head| (heads[head].0, kind.clone())));
+        let lent = self.runner.lend_logits(&rows, &mut |logits| run_all(&mut jobs, logits));
+        let mut failures = Vec::new();
+        for job in jobs {
+            // Reads that were lent have been taken.
+            let lost = lent.as_ref().err().filter(|_| !job.reads.is_empty());
+            let lost = lost.map(|error| FailureKind::Device(error.to_string()));
+            failures.extend(job.failure.or(lost).map(|kind| (job.id, kind)));
         }
         for (id, kind) in failures {
             self.leave(id, EngineFinish::Failed(kind));
         }
-        let token = |id: &RequestId| {
-            let chosen = self.active.get(id).and_then(|a| a.chosen.as_ref());
+        let token = |(id, _)| {
+            let chosen = self.active.get(&id).and_then(|a| a.chosen.as_ref());
             chosen.map_or(Produced::Failed, |c| Produced::Token(c.sampled.token))
         };
-        heads.iter().map(|(id, _)| token(id)).collect()
+        plan.heads().map(token).collect()
     }
 
     fn report_progress(&mut self, plan: &Plan) {
         for entry in &plan.entries {
+            let Some(active) = self.active.get_mut(&entry.id) else { continue };
+            match active.tell_scores() {
+                Ok(true) => {}
+                Ok(false) => self.leave(entry.id, EngineFinish::Cancelled),
+                Err(kind) => self.leave(entry.id, EngineFinish::Failed(kind)),
+            }
             let Some(active) = self.active.get_mut(&entry.id) else { continue };
             let fed = entry.positions.end.min(active.usage.prompt_tokens);
             if fed > active.fed {
@@ -327,6 +521,7 @@ impl Worker {
     /// Ends a request, wherever it stands; nothing happens to one that has ended.
     fn leave(&mut self, id: RequestId, reason: EngineFinish) {
         self.scheduler.cancel(id);
+        self.loading.remove(&id);
         if let Some(active) = self.active.remove(&id) {
             self.end(*active, reason);
         }
@@ -368,6 +563,7 @@ impl Worker {
     /// After a panic of the loop's own: nothing that it held can be relied on.
     fn start_afresh(&mut self, message: &str) {
         self.suspects.clear();
+        self.loading.clear();
         self.scheduler = scheduler(&self.runner, &self.options).expect("it was made with these sizes before");
         self.end_all(&EngineFinish::Failed(FailureKind::Panicked(message.to_owned())));
         self.publish();
@@ -375,15 +571,37 @@ impl Worker {
 
     fn publish(&mut self) {
         self.stats.scheduler = self.scheduler.stats();
+        self.stats.store = self.store.as_ref().map(Store::stats);
         let pool = self.scheduler.pool();
         self.stats.pages = Group::ALL.map(|group| {
-            let (total, free) = (pool.total(group), pool.available(group));
-            PageUse { total, live: total - free, kept: 0 }
+            let (total, available) = (pool.total(group), pool.available(group));
+            PageUse { total, live: total - available, kept: pool.idle(group) }
         });
         self.shared.publish(&self.stats, mem::take(&mut self.ended));
     }
 }
 
 fn scheduler(runner: &Runner, options: &EngineOptions) -> Result<Scheduler> {
-    Scheduler::new(runner.model().config.clone(), runner.plan(), options.scheduler)
+    let config = runner.model().config.clone();
+    Scheduler::with_prefix(config, runner.plan(), options.scheduler, options.prefix.clone())
+}
+
+/// The store that the options ask for.
+fn open_store(runner: &mut Runner, options: &PrefixOptions) -> Result<Option<Store>> {
+    let Some(dir) = options.dir.as_ref().filter(|_| options.enabled) else { return Ok(None) };
+    // A device that cannot hand pages out says so here and not at every page.
+    for group in Group::ALL {
+        runner.page_read(group, 0, &mut Vec::new())?;
+    }
+    let (report, plan, config) = (runner.report(), runner.plan(), &runner.model().config);
+    let layout = plan.groups.each_ref().map(|g| (g.layers.clone(), g.format, g.window));
+    // All that keys and values, bit by bit, follow from beside the prompt.
+    let origin = format!(
+        "{LAYOUT} {PAGE_TOKENS} {:?} {} {} {} {} {} {layout:?}",
+        dir.model, report.backend, report.level, report.mode, config.model_type, config.hidden
+    );
+    let identity = Sha256::digest(origin.as_bytes()).into();
+    let page_bytes =
+        plan.groups.each_ref().map(|g| (0..g.layers.len()).map(|layer| g.page_bytes(layer)).sum());
+    Ok(Some(Store::open(dir, identity, page_bytes)?))
 }

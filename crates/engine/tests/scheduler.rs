@@ -6,11 +6,11 @@ mod common;
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-use common::{FakeDevice, Random, STOP, alone, config, kv_plan, soften, text};
-use lapidary_engine::Error;
+use common::{FakeDevice, Random, STOP, alone, config, follow, kv_plan, soften, text};
 use lapidary_engine::scheduler::{
     EndReason, Plan, RequestId, Scheduler, SchedulerEvent, SchedulerOptions, Submission,
 };
+use lapidary_engine::{Error, PrefixOptions};
 use lapidary_model::VisionBlocks;
 use lapidary_ops::{Batch, GROUPS, Group};
 
@@ -33,6 +33,7 @@ struct Case {
     vision: VisionBlocks,
     pages: [usize; GROUPS],
     options: SchedulerOptions,
+    prefix: PrefixOptions,
     steps: u64,
 }
 
@@ -44,12 +45,15 @@ struct World {
     alive: HashMap<RequestId, Track>,
     now: Duration,
     ended: [u64; 4],
+    /// Requests of late with their answers, for others that begin as they do.
+    late: Vec<(Submission, Vec<u32>)>,
 }
 
 impl World {
     fn new(case: Case) -> World {
         let plan = kv_plan(case.window, case.pages);
-        let scheduler = Scheduler::new(config(case.window, case.vision), &plan, case.options).unwrap();
+        let config = config(case.window, case.vision);
+        let scheduler = Scheduler::with_prefix(config, &plan, case.options, case.prefix.clone()).unwrap();
         World {
             random: Random::new(case.seed),
             scheduler,
@@ -57,6 +61,7 @@ impl World {
             alive: HashMap::new(),
             now: Duration::from_secs(1000),
             ended: [0; 4],
+            late: Vec::new(),
             case,
         }
     }
@@ -71,7 +76,11 @@ impl World {
         let longest = if r.once_in(8) { options.context } else { 40 };
         let most = 1 + r.below(longest);
         let mut request = text(r, len, most);
-        if r.once_in(3) {
+        let follows = self.case.prefix.enabled && !self.late.is_empty() && !r.once_in(4);
+        if follows {
+            let (before, answer) = &self.late[r.below(self.late.len())];
+            request = follow(r, before, answer, options.context);
+        } else if r.once_in(3) {
             let longest = options.rows;
             soften(r, &mut request, longest);
         }
@@ -105,6 +114,11 @@ impl World {
                 t.bound += turn * work;
             }
         }
+        if self.late.len() >= 12 {
+            let i = self.random.below(self.late.len());
+            self.late.swap_remove(i);
+        }
+        self.late.push((request.clone(), expected.clone()));
         let track = Track {
             expected,
             end,
@@ -243,7 +257,14 @@ impl World {
             stats.preemptions
         );
         assert!(done > steps / 200 && failed > 0 && cancelled > 0);
-        assert!(stats.preemptions > steps / 1000, "the pools were meant to be too small");
+        assert!(stats.preemptions > steps / 2000, "the pools were meant to be too small");
+        if self.case.prefix.enabled {
+            println!("{:?}", stats.prefix);
+            assert!(
+                stats.prefix.hits > steps / 200 && stats.prefix.evicted > steps / 1000,
+                "much was reused"
+            );
+        }
     }
 }
 
@@ -272,6 +293,7 @@ fn random_company_on_pools_barely_larger_than_one_sequence() {
         vision: VisionBlocks::Sliding,
         pages: [8, 9],
         options: options(),
+        prefix: PrefixOptions::off(),
         steps: STEPS,
     };
     World::new(case).run();
@@ -280,23 +302,116 @@ fn random_company_on_pools_barely_larger_than_one_sequence() {
 #[test]
 fn random_company_with_a_window_that_is_no_multiple_of_anything() {
     let options = SchedulerOptions { rows: 37, head_rows: 4, rollback: 16, ..options() };
-    let case =
-        Case { seed: 2, window: 43, vision: VisionBlocks::Both, pages: [17, 15], options, steps: STEPS };
+    let case = Case {
+        seed: 2,
+        window: 43,
+        vision: VisionBlocks::Both,
+        pages: [17, 15],
+        options,
+        prefix: PrefixOptions::off(),
+        steps: STEPS,
+    };
     World::new(case).run();
 }
 
 #[test]
 fn random_company_with_one_head_row() {
     let options = SchedulerOptions { rows: 11, head_rows: 1, context: 97, running: 5, ..options() };
-    let case =
-        Case { seed: 3, window: 33, vision: VisionBlocks::Causal, pages: [9, 7], options, steps: STEPS };
+    let case = Case {
+        seed: 3,
+        window: 33,
+        vision: VisionBlocks::Causal,
+        pages: [9, 7],
+        options,
+        prefix: PrefixOptions::off(),
+        steps: STEPS,
+    };
     World::new(case).run();
 }
 
 #[test]
 fn random_company_with_more_streams_than_rows() {
     let options = SchedulerOptions { rows: 5, head_rows: 5, context: 70, running: 30, ..options() };
-    let case =
-        Case { seed: 4, window: 9, vision: VisionBlocks::Sliding, pages: [60, 40], options, steps: STEPS };
+    let case = Case {
+        seed: 4,
+        window: 9,
+        vision: VisionBlocks::Sliding,
+        pages: [60, 40],
+        options,
+        prefix: PrefixOptions::off(),
+        steps: STEPS,
+    };
     World::new(case).run();
+}
+
+/// A million steps with prefixes: a page that was kept too long, given up too early or written while it was shared
+/// changes an answer.
+fn with_prefix(case: Case) -> Case {
+    // A sliding page of the fake model takes 512 bytes.
+    let prefix = PrefixOptions {
+        enabled: true,
+        snapshot_bytes: Some(case.pages[0] / 2 * 512),
+        turn_tokens: vec![3, 4],
+        ..case.prefix
+    };
+    Case { prefix, ..case }
+}
+
+#[test]
+fn random_company_with_prefixes_on_pools_barely_larger_than_one_sequence() {
+    let case = Case {
+        seed: 5,
+        window: 21,
+        vision: VisionBlocks::Sliding,
+        pages: [9, 9],
+        options: options(),
+        prefix: PrefixOptions::off(),
+        steps: STEPS,
+    };
+    World::new(with_prefix(case)).run();
+}
+
+#[test]
+fn random_company_with_prefixes_and_a_window_that_is_no_multiple_of_anything() {
+    let options = SchedulerOptions { rows: 37, head_rows: 4, rollback: 16, ..options() };
+    let case = Case {
+        seed: 6,
+        window: 43,
+        vision: VisionBlocks::Both,
+        pages: [20, 15],
+        options,
+        prefix: PrefixOptions { spacing: Some(32), ..PrefixOptions::off() },
+        steps: STEPS,
+    };
+    World::new(with_prefix(case)).run();
+}
+
+#[test]
+fn random_company_with_prefixes_and_one_head_row() {
+    let options = SchedulerOptions { rows: 11, head_rows: 1, context: 97, running: 5, ..options() };
+    let case = Case {
+        seed: 7,
+        window: 33,
+        vision: VisionBlocks::Causal,
+        pages: [9, 7],
+        options,
+        prefix: PrefixOptions::off(),
+        steps: STEPS,
+    };
+    World::new(with_prefix(case)).run();
+}
+
+#[test]
+fn random_company_with_prefixes_and_more_streams_than_rows() {
+    let options = SchedulerOptions { rows: 5, head_rows: 5, context: 70, running: 30, ..options() };
+    let case = Case {
+        seed: 8,
+        window: 9,
+        vision: VisionBlocks::Sliding,
+        pages: [60, 40],
+        options,
+        prefix: PrefixOptions::off(),
+        steps: STEPS,
+    };
+    World::new(with_prefix(case)).run();
 }

@@ -6,7 +6,9 @@ use lapidary_engine::generate::{Event, FinishReason, Generation, Usage};
 use lapidary_ops::Projections;
 use lapidary_text::{Event as Part, OutputParser, StreamDecoder, Tokenizer, ToolCall};
 
+use crate::capture::Recording;
 use crate::error::Result;
+use crate::trace::{TokenTrace, Tracing};
 
 /// A part of an answer.
 #[derive(Clone, Debug, PartialEq)]
@@ -41,6 +43,8 @@ pub struct Answer<'a> {
     pub(crate) reused: usize,
     pub(crate) ids: Vec<u32>,
     pub(crate) call: Option<ToolCall>,
+    pub(crate) recording: Option<Recording>,
+    pub(crate) tracing: Option<Tracing>,
     pub(crate) ready: VecDeque<Piece>,
     pub(crate) done: bool,
 }
@@ -84,6 +88,16 @@ impl Answer<'_> {
         self.generation.stepper().projections()
     }
 
+    /// What [`AnswerOptions::capture`](crate::AnswerOptions::capture) asked for, as far as it has run.
+    pub fn recording(&self) -> Option<&Recording> {
+        self.recording.as_ref()
+    }
+
+    /// What [`AnswerOptions::trace`](crate::AnswerOptions::trace) asked for, a token after the other.
+    pub fn traces(&self) -> &[TokenTrace] {
+        self.tracing.as_ref().map_or(&[], |t| &t.tokens)
+    }
+
     /// Tokens of the whole prompt.
     pub fn prompt_tokens(&self) -> usize {
         self.prompt_tokens
@@ -95,8 +109,30 @@ impl Answer<'_> {
     }
 
     fn advance(&mut self, progress: &mut dyn FnMut(usize)) -> Result<()> {
-        match self.generation.step(progress)? {
+        let upcoming = self.generation.upcoming();
+        let mut points = self.recording.as_ref().map_or(&[][..], |r| r.points(upcoming)).to_vec();
+        if let Some(tracing) = &self.tracing {
+            let stepper = self.generation.stepper();
+            points.extend(
+                tracing
+                    .points(stepper.model())
+                    .into_iter()
+                    .filter(|p| !points.contains(p))
+                    .collect::<Vec<_>>(),
+            );
+        }
+        self.generation.stepper_mut().set_capture(&points);
+        let recording = &mut self.recording;
+        let event = self.generation.step_watched(progress, &mut |chunk| {
+            if let Some(recording) = recording {
+                recording.take(chunk.batch, 0..chunk.positions.len(), chunk.positions, chunk.outcome);
+            }
+        })?;
+        match event {
             Some(Event::Token(sampled)) => {
+                if let Some(tracing) = &mut self.tracing {
+                    tracing.note(self.generation.stepper_mut(), sampled.token)?;
+                }
                 self.ids.push(sampled.token);
                 self.fed.push(sampled.token);
                 match &mut self.reader {

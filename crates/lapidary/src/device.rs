@@ -72,7 +72,6 @@ impl Device {
                 let cuda = lapidary_cuda::CudaOptions {
                     ordinal,
                     compute,
-                    profile: options.profile,
                     random_weights: options.random_weights,
                     ..lapidary_cuda::CudaOptions::default()
                 };

@@ -18,6 +18,10 @@ pub enum Error {
     #[error(transparent)]
     Text(#[from] lapidary_text::Error),
     #[error(transparent)]
+    Capture(#[from] crate::capture::CaptureError),
+    #[error(transparent)]
+    Verify(#[from] crate::verify::VerifyError),
+    #[error(transparent)]
     Steering(#[from] crate::steering::SteeringError),
     #[error("{path}: {source}")]
     Io { path: PathBuf, source: std::io::Error },
@@ -31,6 +35,10 @@ pub enum Error {
     GenerationConfig { field: &'static str, problem: String },
     #[error("the tokenizer has {tokenizer} ids, the model's vocabulary only {model}")]
     VocabularyMismatch { tokenizer: usize, model: usize },
+    #[error(
+        "the chat template writes markers that the vocabulary does not have: {markers}; bring a template made for this model, or start without strict checks"
+    )]
+    UnknownMarkers { markers: String },
     #[error("cannot make such a model: {problem}")]
     Synth { problem: String },
 }

@@ -15,10 +15,13 @@ use lapidary_weights::Checkpoint;
 use serde_json::Value;
 
 use crate::answer::{Answer, Reader};
+use crate::capture::Recording;
 use crate::defaults::Defaults;
 use crate::error::{Error, Result};
 use crate::options::{AnswerOptions, LoadOptions};
 use crate::text_source;
+use crate::timings::Profile;
+use crate::trace::Tracing;
 
 /// Where the chat template came from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -77,36 +80,10 @@ impl Gemma {
         progress: &mut dyn FnMut(Progress),
     ) -> Result<Gemma> {
         let start = Instant::now();
-        // A vocabulary of 262,144 pieces takes longer to index than a small model to pack: side by side.
-        let (stepper, tokenizer) = std::thread::scope(|scope| {
-            let tokenizer = scope.spawn(|| text_source::tokenizer(checkpoint));
-            let stepper = load_stepper(checkpoint, options, progress);
-            let tokenizer = tokenizer.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-            (stepper, tokenizer)
-        });
-        let (stepper, tokenizer) = (stepper?, tokenizer?);
-        let config = &stepper.model().config;
-        if tokenizer.vocab_size() as usize > config.vocab {
-            let tokenizer = tokenizer.vocab_size() as usize;
-            return Err(Error::VocabularyMismatch { tokenizer, model: config.vocab });
-        }
-        let defaults = Defaults::new(config, text_source::generation(checkpoint).as_ref(), Some(&tokenizer))?;
-        let mut notes = load_notes(checkpoint, config)?;
-        let (template, template_source) = match text_source::template(checkpoint)? {
-            Some(source) => (ChatTemplate::new(&source)?, TemplateSource::Checkpoint),
-            None => {
-                let builtin = builtin_template(config);
-                notes.push(format!(
-                    "the checkpoint has no chat template; the built-in {builtin:?} one is used"
-                ));
-                (ChatTemplate::builtin(builtin), TemplateSource::BuiltIn)
-            }
-        };
-        let unknown = template.unknown_markers(&tokenizer);
-        if !unknown.is_empty() {
-            let list = unknown.join(" ");
-            notes.push(format!("the chat template writes markers that the vocabulary does not have: {list}"));
-        }
+        let (runner, text) = load_with_text(checkpoint, options, progress)?;
+        let context = options.context_for(&runner.model().config);
+        let stepper = Stepper::new(runner, context);
+        let LoadedText { tokenizer, template, template_source, defaults, notes } = text;
         Ok(Gemma {
             stepper,
             tokenizer,
@@ -163,7 +140,14 @@ impl Gemma {
 
     /// Answer options with the checkpoint's own sampling.
     pub fn answer_options(&self, max_tokens: usize) -> AnswerOptions {
-        AnswerOptions { sampling: self.defaults.sampling.clone(), max_tokens, ignore_eos: false, steering: None }
+        AnswerOptions {
+            sampling: self.defaults.sampling.clone(),
+            max_tokens,
+            ignore_eos: false,
+            steering: None,
+            capture: None,
+            trace: None,
+        }
     }
 
     /// The checkpoint's own choices.
@@ -198,6 +182,7 @@ impl Gemma {
         self.stepper.reset();
         // The set no longer applies even where a device fails to give its memory back.
         let _ = self.stepper.set_steering(None);
+        self.stepper.set_capture(&[]);
         &mut self.stepper
     }
 
@@ -216,6 +201,20 @@ impl Gemma {
             self.fed_steered = set;
         }
         Ok(())
+    }
+
+    /// Notes from here on where the time of each step goes; with `keep_spans` each pass in detail, for a
+    /// [Chrome trace](crate::timings::chrome_trace).
+    ///
+    /// # Errors
+    /// A device that cannot tell.
+    pub fn start_profile(&mut self, keep_spans: bool) -> Result<()> {
+        Ok(self.stepper.start_profile(keep_spans)?)
+    }
+
+    /// Ends the profile; `None` where none was on.
+    pub fn take_profile(&mut self) -> Option<Profile> {
+        self.stepper.take_profile()
     }
 
     /// The runner, for reports.
@@ -258,9 +257,14 @@ fn start<'a>(
     ids: &[u32],
     options: &AnswerOptions,
 ) -> Result<Answer<'a>> {
+    let recording = match &options.capture {
+        None => None,
+        Some(spec) => Some(Recording::new(spec, &stepper.model().config, ids.len())?),
+    };
     let common = ids.iter().zip(fed.iter()).take_while(|(a, b)| a == b).count();
-    // At least one token must run to have logits.
+    // At least one token must run to have logits, and all that are captured.
     let keep = common.min(ids.len().saturating_sub(1)).min(stepper.cursor());
+    let keep = recording.as_ref().map_or(keep, |r| keep.min(r.first_of_prompt()));
     let reused = match stepper.rewind(keep) {
         Ok(()) => keep,
         Err(_) => {
@@ -285,9 +289,58 @@ fn start<'a>(
         reused,
         ids: Vec::new(),
         call: None,
+        recording,
+        tracing: options.trace.map(Tracing::new),
         ready: VecDeque::new(),
         done: false,
     })
+}
+
+/// What a model brings beside its weights.
+#[derive(Debug)]
+pub(crate) struct LoadedText {
+    pub tokenizer: Tokenizer,
+    pub template: ChatTemplate,
+    pub template_source: TemplateSource,
+    pub defaults: Defaults,
+    pub notes: Vec<String>,
+}
+
+/// Builds a checkpoint's model on its device and reads its text.
+pub(crate) fn load_with_text(
+    checkpoint: &Checkpoint,
+    options: &LoadOptions,
+    progress: &mut dyn FnMut(Progress),
+) -> Result<(Runner, LoadedText)> {
+    // A vocabulary of 262,144 pieces takes longer to index than a small model to pack: side by side.
+    let (runner, tokenizer) = std::thread::scope(|scope| {
+        let tokenizer = scope.spawn(|| text_source::tokenizer(checkpoint));
+        let runner = load_runner(checkpoint, options, progress);
+        let tokenizer = tokenizer.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        (runner, tokenizer)
+    });
+    let (runner, tokenizer) = (runner?, tokenizer?);
+    let config = &runner.model().config;
+    if tokenizer.vocab_size() as usize > config.vocab {
+        let tokenizer = tokenizer.vocab_size() as usize;
+        return Err(Error::VocabularyMismatch { tokenizer, model: config.vocab });
+    }
+    let defaults = Defaults::new(config, text_source::generation(checkpoint).as_ref(), Some(&tokenizer))?;
+    let mut notes = load_notes(checkpoint, config)?;
+    let (template, template_source) = match text_source::template(checkpoint)? {
+        Some(source) => (ChatTemplate::new(&source)?, TemplateSource::Checkpoint),
+        None => {
+            let builtin = builtin_template(config);
+            notes.push(format!("the checkpoint has no chat template; the built-in {builtin:?} one is used"));
+            (ChatTemplate::builtin(builtin), TemplateSource::BuiltIn)
+        }
+    };
+    let unknown = template.unknown_markers(&tokenizer);
+    if !unknown.is_empty() {
+        let list = unknown.join(" ");
+        notes.push(format!("the chat template writes markers that the vocabulary does not have: {list}"));
+    }
+    Ok((runner, LoadedText { tokenizer, template, template_source, defaults, notes }))
 }
 
 /// Builds a checkpoint's model on its device, without any text.
@@ -299,6 +352,16 @@ pub fn load_stepper(
     options: &LoadOptions,
     progress: &mut dyn FnMut(Progress),
 ) -> Result<Stepper> {
+    let runner = load_runner(checkpoint, options, progress)?;
+    let context = options.context_for(&runner.model().config);
+    Ok(Stepper::new(runner, context))
+}
+
+fn load_runner(
+    checkpoint: &Checkpoint,
+    options: &LoadOptions,
+    progress: &mut dyn FnMut(Progress),
+) -> Result<Runner> {
     let mut config = Config::from_checkpoint(checkpoint)?;
     if let Some(cap) = options.final_softcap {
         let own = config.final_softcap.map_or("none".to_owned(), |own| own.to_string());
@@ -310,8 +373,7 @@ pub fn load_stepper(
     let limits = Limits { rows: options.chunk.clamp(1, context.max(1)), head_rows: options.head_rows.max(1) };
     let build = BuildOptions { limits, embed_scale: options.embed_scale };
     let model = Model::build(config, checkpoint, backend.as_mut(), &build, progress)?;
-    let runner = Runner::new(model, backend, [options.kv_format(); 2], context)?;
-    Ok(Stepper::new(runner, context))
+    Ok(Runner::new(model, backend, [options.kv_format(); 2], context)?)
 }
 
 /// What the checkpoint and its config give cause to say, once the model is built.
@@ -333,7 +395,7 @@ fn load_notes(checkpoint: &Checkpoint, config: &Config) -> Result<Vec<String>> {
     Ok(notes)
 }
 
-fn builtin_template(config: &Config) -> Builtin {
+pub(crate) fn builtin_template(config: &Config) -> Builtin {
     match config.family {
         Family::Gemma3 => Builtin::Gemma3,
         Family::Gemma4 if config.per_layer.is_some() => Builtin::Gemma4Small,

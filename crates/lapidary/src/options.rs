@@ -9,7 +9,9 @@ use lapidary_ops::{Format, KvFormat};
 
 use crate::device::Device;
 
+use crate::capture::CaptureSpec;
 use crate::steering::Steering;
+use crate::trace::TraceOptions;
 
 /// Choices at load.
 #[derive(Clone, Debug)]
@@ -35,8 +37,6 @@ pub struct LoadOptions {
     pub level: Option<Level>,
     /// What the model runs on.
     pub device: Device,
-    /// Measures the device time of each phase of a pass, where the device can.
-    pub profile: bool,
     /// Puts random values of this format in the place of every matrix, so that speed can be measured without a
     /// checkpoint; on a GPU only.
     pub random_weights: Option<Format>,
@@ -55,7 +55,6 @@ impl Default for LoadOptions {
             final_softcap: None,
             level: None,
             device: Device::Cpu,
-            profile: false,
             random_weights: None,
         }
     }
@@ -91,4 +90,8 @@ pub struct AnswerOptions {
     pub ignore_eos: bool,
     /// Edits of the residual stream, for all rows of prompt and answer.
     pub steering: Option<Arc<Steering>>,
+    /// Activations to copy out; [`Answer::recording`](crate::Answer::recording) has them.
+    pub capture: Option<CaptureSpec>,
+    /// What to note of each token; [`Answer::traces`](crate::Answer::traces) has it.
+    pub trace: Option<TraceOptions>,
 }

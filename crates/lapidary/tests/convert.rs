@@ -5,12 +5,15 @@ mod common;
 use std::path::{Path, PathBuf};
 
 use common::{On, Setup, stepper};
-use lapidary::convert::{ConvertError, ConvertOptions, chat_template, to_gguf};
+use lapidary::convert::{
+    ConvertError, ConvertOptions, Layout, Mix, Types, chat_template, to_gguf, to_gguf_with, to_safetensors,
+};
 use lapidary_engine::Prompt;
 use lapidary_formats::{Format, TensorView, decode_row};
 use lapidary_reference::tiny::{self, Variant};
 use lapidary_text::{Builtin, ChatInput, ChatTemplate, GgufVocab, Specials, Strings, Tokenizer};
 use lapidary_weights::gguf::{self, Metadata, StringArray};
+use lapidary_weights::safetensors::{Dtype, File, NewTensor, write};
 use lapidary_weights::{Checkpoint, Role};
 use serde_json::Value;
 
@@ -203,6 +206,126 @@ fn widths_that_are_no_whole_blocks_fall_back_by_name() {
         assert_eq!(file.tensor(&fallback.tensor).unwrap().kind.format(), Some(fallback.format));
     }
     assert!(report.fallbacks.iter().all(|f| !f.tensor.contains("ffn_gate_inp")), "the router is never asked");
+}
+
+/// Every golden's widths are whole blocks of 32, and none of 256: so the mix falls back as llama-quantize does.
+#[test]
+fn a_mix_chooses_tensor_by_tensor() {
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoint = Checkpoint::open(project("tests/goldens/moe26b")).unwrap();
+    let out = folder.path().join("mix.gguf");
+    let mut last = (0, 0);
+    let options = ConvertOptions { types: Types::Mix(Mix::Q4KM), ..ConvertOptions::new(Format::F32) };
+    let report = to_gguf_with(&checkpoint, &out, &options, &mut |w| {
+        assert!(w.done > last.0 && w.done <= w.total, "{w:?}");
+        last = (w.done, w.total);
+    })
+    .unwrap();
+    assert!(last.0 == last.1 && last.1 > 0, "{last:?}");
+    let file = gguf::File::open(&out).unwrap();
+    assert_eq!(file.metadata().require::<u32>("general.file_type").unwrap(), 15);
+    // Eight experts: keys and values in Q8_0, the attention output in Q5_1 for Q5_K.
+    for (name, format) in [
+        ("token_embd.weight", Format::Q8_0),
+        ("blk.0.attn_q.weight", Format::Q5_0),
+        ("blk.0.attn_k.weight", Format::Q8_0),
+        ("blk.0.attn_output.weight", Format::Q5_1),
+        ("blk.0.ffn_gate_inp.weight", Format::F32),
+        ("blk.2.ffn_down.weight", Format::Q8_0),
+        ("blk.1.ffn_down.weight", Format::Q5_0),
+    ] {
+        assert_eq!(file.tensor(name).unwrap().kind.format(), Some(format), "{name}");
+        let matrix = report.matrices.iter().find(|m| m.tensor == name).expect(name);
+        assert_eq!((matrix.from, matrix.format), (Format::Bf16, format), "{name}");
+    }
+    assert!(report.fallbacks.iter().any(|f| f.tensor == "blk.0.attn_q.weight" && f.format == Format::Q5_0));
+}
+
+/// The errors told are those of the file's values, and no larger than the format's grid explains.
+#[test]
+fn the_errors_told_are_those_of_the_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoint = Checkpoint::open(project("tests/goldens/dense31b")).unwrap();
+    // Half a step of an even grid over the block's range, over the RMS of values that fill it like these: at most.
+    for (format, bound) in
+        [(Format::Q8_0, 0.01), (Format::Q5_0, 0.06), (Format::Q4_0, 0.12), (Format::Bf16, 0.0)]
+    {
+        let out = folder.path().join(format.name());
+        let report = to_gguf(&checkpoint, &out, &ConvertOptions::new(format)).unwrap();
+        let file = gguf::File::open(&out).unwrap();
+        let role = Role::Layer(1, lapidary_weights::LayerRole::Up);
+        let (before, after) =
+            (checkpoint.tensor(role).unwrap().unwrap(), file.view("blk.1.ffn_up.weight").unwrap());
+        let (mut a, mut b) = (vec![0.0; before.cols], vec![0.0; before.cols]);
+        let (mut errors, mut squares, mut max) = (0f64, 0f64, 0f64);
+        for row in 0..before.rows {
+            decode_row(&before, row, &mut a);
+            decode_row(&after, row, &mut b);
+            for (&a, &b) in a.iter().zip(&b) {
+                let e = f64::from(b) - f64::from(a);
+                (errors, squares, max) =
+                    (errors + e * e, squares + f64::from(a) * f64::from(a), max.max(e.abs()));
+            }
+        }
+        let told = &report.matrices.iter().find(|m| m.tensor == "blk.1.ffn_up.weight").unwrap().error;
+        assert!((told.relative_rms() - (errors / squares).sqrt()).abs() < 1e-12, "{format}");
+        assert_eq!(told.max, max, "{format}");
+        assert!(told.relative_rms() <= bound, "{format}: {}", told.relative_rms());
+        assert!(bound == 0.0 || told.relative_rms() > bound / 10.0, "{format}: {}", told.relative_rms());
+    }
+}
+
+/// A folder with everything beside the weights, towers copied, names as the source spells them.
+#[test]
+fn safetensors_conversions_are_whole_folders() {
+    let folder = tempfile::tempdir().unwrap();
+    let tiny = Tiny::new(Variant::Gemma3);
+    let tower = [1u8, 2, 3, 4];
+    {
+        let file = File::open(&tiny.path("model.safetensors")).unwrap();
+        let mut list: Vec<NewTensor> = file
+            .entries()
+            .iter()
+            .map(|e| NewTensor {
+                name: e.name.clone(),
+                dtype: e.dtype,
+                shape: e.shape.clone(),
+                bytes: file.bytes(e),
+            })
+            .collect();
+        let name = "model.vision_tower.patch.weight".to_owned();
+        list.push(NewTensor { name, dtype: Dtype::Bf16, shape: vec![2], bytes: &tower });
+        write(&tiny.path("more.safetensors"), &list, &Default::default()).unwrap();
+    }
+    std::fs::rename(tiny.path("more.safetensors"), tiny.path("model.safetensors")).unwrap();
+    std::fs::write(tiny.path("generation_config.json"), "{}").unwrap();
+    std::fs::write(tiny.path("chat_template.jinja"), "x").unwrap();
+    let out = folder.path().join("fp8");
+    let report = to_safetensors(&tiny.checkpoint(), &out, Layout::Fp8Row, &mut |_| {}).unwrap();
+    assert!(report.notes.iter().any(|n| n.contains("1 tensors of vision")), "{:?}", report.notes);
+    let mut names: Vec<_> =
+        std::fs::read_dir(&out).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    assert_eq!(names, ["chat_template.jinja", "config.json", "generation_config.json", "model.safetensors"]);
+    let (from, to) = (
+        File::open(&tiny.path("model.safetensors")).unwrap(),
+        File::open(&out.join("model.safetensors")).unwrap(),
+    );
+    let copied = to.find("model.vision_tower.patch.weight").expect("the tower is there");
+    assert_eq!(to.bytes(copied), tower);
+    let prefix =
+        if from.find("model.embed_tokens.weight").is_some() { "model." } else { "model.language_model." };
+    assert!(to.find(&format!("{prefix}layers.0.mlp.up_proj.weight_scale")).is_some(), "{prefix}");
+    assert_eq!(report.bytes, to.len());
+
+    // There, and not to be replaced; then a width that the format can't have.
+    let error = to_safetensors(&tiny.checkpoint(), &out, Layout::Fp8Row, &mut |_| {}).expect_err("it exists");
+    assert!(error.to_string().contains("fp8"), "{error}");
+    let error =
+        to_safetensors(&tiny.checkpoint(), &folder.path().join("no"), Layout::Nvfp4Divisor, &mut |_| {});
+    let error = error.expect_err("rows of 65").to_string();
+    assert!(error.contains("proj.weight") && error.contains("multiple of 16"), "{error}");
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1, "nothing half done stays");
 }
 
 #[test]

@@ -15,8 +15,8 @@ use common::{On, Setup, runner, stepper};
 use lapidary_engine::generate::{Event, FinishReason, Generation, Request};
 use lapidary_engine::sampling::{Sampled, SamplingParams, TokenMask};
 use lapidary_engine::{
-    Allowed, Engine, EngineEvent, EngineFinish, EngineOptions, EngineRequest, Error, FailureKind, Guide,
-    GuideError, Prompt, Runner, StopCause, Verdict,
+    Allowed, Engine, EngineEvent, EngineFinish, EngineOptions, EngineRequest, EngineUsage, Error,
+    FailureKind, Guide, GuideError, Prompt, Runner, Score, ScoreEvent, ScoreRequest, StopCause, Verdict,
 };
 use lapidary_reference::tiny::Variant;
 
@@ -349,14 +349,20 @@ fn a_full_queue_refuses_and_takes_again_when_there_is_room() {
 fn k01_a_request_ends_within_two_steps_of_its_listener_leaving() {
     let engine = engine(&dense());
     for i in 0..100 {
-        let pending = submit(&engine, greedy(&prompt(i, 7 + i as usize), 100));
-        (0..3).for_each(|_| drop(pending.token()));
-        pending.hang_up();
+        // Nothing is taken ahead, so that the request cannot be done before its listener leaves.
+        let (to, events) = std::sync::mpsc::sync_channel(0);
+        let mut request = greedy(&prompt(i, 7 + i as usize), 100);
+        request.sink = Box::new(move |event| to.send(event).is_ok());
+        engine.submit(request).unwrap();
+        let tokens = events.iter().filter(|e| matches!(e, EngineEvent::Token(_)));
+        assert_eq!(tokens.take(3).count(), 3);
+        drop(events);
         let start = Instant::now();
-        while engine.stats().pages.iter().any(|p| p.live > 0) {
+        while engine.stats().active > 0 {
             assert!(start.elapsed() < Duration::from_millis(500), "the slot is not free");
             std::thread::yield_now();
         }
+        assert!(engine.stats().pages.iter().all(|p| p.live == 0));
     }
     drained(&engine);
     assert_eq!(engine.stats().ends.cancelled, 100);
@@ -567,11 +573,15 @@ fn shutting_down_ends_every_request_once() {
 fn a_sink_may_drop_the_last_handle() {
     let engine = engine(&dense());
     let (to, ended) = std::sync::mpsc::channel();
+    let (dropped, other_is_dropped) = std::sync::mpsc::channel::<()>();
     let mut held = Some(engine.clone());
     let mut request = greedy(&prompt(1, 9), 20);
     request.sink = Box::new(move |event| {
-        if let EngineEvent::Token(_) = event {
-            held.take();
+        if let EngineEvent::Token(_) = event
+            && let Some(last) = held.take()
+        {
+            other_is_dropped.recv().unwrap();
+            drop(last);
         }
         if let EngineEvent::Finished { reason, .. } = event {
             to.send(reason).unwrap();
@@ -580,6 +590,7 @@ fn a_sink_may_drop_the_last_handle() {
     });
     engine.submit(request).unwrap();
     drop(engine);
+    dropped.send(()).unwrap();
     let reason = ended.recv_timeout(Duration::from_secs(30)).unwrap();
     assert_eq!(reason, EngineFinish::Failed(FailureKind::ShuttingDown));
 }
@@ -596,4 +607,72 @@ fn prompts_with_soft_rows_are_checked_by_whoever_submits_them() {
     let mut request = greedy(&prompt(1, 9), 3);
     request.prompt = Prompt { tokens: prompt(1, 9), soft: vec![soft] };
     assert!(matches!(engine.submit(request), Err(Error::Length { what: "soft values", .. })));
+}
+
+/// What a score request came to.
+fn scores(
+    engine: &Engine,
+    tokens: &[u32],
+    from: usize,
+    top: usize,
+) -> (Vec<Score>, EngineFinish, EngineUsage) {
+    let (to, events) = std::sync::mpsc::channel();
+    let sink = Box::new(move |event| to.send(event).is_ok());
+    let prompt = Prompt::from(tokens);
+    engine.score(ScoreRequest { prompt, from, top, priority: 0, timeout: None, sink }).unwrap();
+    let mut all = Vec::new();
+    loop {
+        match events.recv_timeout(Duration::from_secs(60)).expect("an event comes") {
+            ScoreEvent::Scores(scores) => all.extend(scores),
+            ScoreEvent::Finished { reason, usage } => return (all, reason, usage),
+        }
+    }
+}
+
+#[test]
+fn scores_are_those_of_a_stepper_in_any_company_and_cost_no_row_twice() {
+    for variant in [Variant::Dense, Variant::PerLayerInputs] {
+        let folder = tiny_folder(variant);
+        let tokens = prompt(6, 120);
+        let mut expected = Vec::new();
+        let mut s = stepper(&folder, ON, setup());
+        let vocab = s.model().config.vocab;
+        let mut logits = |position: usize, row: &[f32]| {
+            if let Some(&next) = tokens.get(position + 1) {
+                let logprob = lapidary_engine::sampling::logprobs(row, 0, &[next]).unwrap()[0] as f32;
+                expected.push(((position + 1, next), logprob, row.to_vec()));
+            }
+        };
+        s.score(&Prompt::from(&tokens[..]), &mut logits, &mut |_, _| {}).unwrap();
+        let engine = engine(&folder);
+        let neighbours = [1, 2, 3].map(|i| submit(&engine, drawn(&prompt(i, 40), 70, i)));
+        for from in [1, 2, 50, 97, 119] {
+            let (found, reason, usage) = scores(&engine, &tokens, from, 3);
+            assert_eq!(reason, EngineFinish::Length);
+            assert_eq!((found.len(), usage.answer_tokens), (120 - from, 0));
+            for (score, (place, logprob, row)) in found.iter().zip(&expected[from - 1..]) {
+                assert_eq!((score.position, score.token), *place);
+                assert_eq!(score.logprob.to_bits(), logprob.to_bits());
+                let top = lapidary_engine::sampling::top_logprobs(row, 0, 3).unwrap();
+                assert_eq!(score.top, top.iter().map(|(t, p)| (*t, *p as f32)).collect::<Vec<_>>());
+            }
+            // What is not scored need not run again.
+            assert!(from < 97 || usage.cached_tokens >= 64, "{}", usage.cached_tokens);
+            assert!(usage.cached_tokens < from);
+        }
+        for (i, neighbour) in neighbours.into_iter().enumerate() {
+            let i = i as u64 + 1;
+            assert_eq!(neighbour.wait().sampled, alone(&folder, &drawn(&prompt(i, 40), 70, i)).0);
+        }
+        // Nothing to score is an end, and what cannot be is refused.
+        assert_eq!(scores(&engine, &tokens, 120, 0).0, []);
+        let refused = |prompt: Prompt, from, top| {
+            let sink = Box::new(|_| true);
+            engine.score(ScoreRequest { prompt, from, top, priority: 0, timeout: None, sink }).unwrap_err()
+        };
+        assert!(matches!(refused(Prompt::from(&tokens[..]), 0, 0), Error::Zero { what: "score_from" }));
+        assert!(matches!(refused(Prompt::from(&tokens[..]), 1, vocab + 1), Error::Sampling(_)));
+        assert!(matches!(refused(Prompt::default(), 1, 0), Error::EmptyPrompt));
+        drained(&engine);
+    }
 }

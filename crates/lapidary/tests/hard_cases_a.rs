@@ -9,7 +9,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 use common::drive::{assert_bits, every_folder, golden_ids, logits, name, score, tiny_folder, tokens};
-use common::spy::{Hooks, POISON, Verb, hooked, poisoned};
+use common::spy::{Hooks, POISON, hooked, poisoned};
 use common::{EVERY, On, Setup, stepper};
 use lapidary_engine::generate::{Event, FinishReason, Generation, Request};
 use lapidary_engine::sampling::{Sampler, SamplingParams, TokenCounts};

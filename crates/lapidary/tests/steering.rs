@@ -75,11 +75,13 @@ fn every_mode_is_its_formula() {
                         let mut edit = SteerEdit::new(layer, mode, strength, &values(3, width)).unwrap();
                         (edit.to, edit.gate) = (2.5, gate);
                         // Another direction first: each edit works on what the one before left.
-                        let before = SteerEdit::new(layer, SteerMode::Ablate, 0.9, &values(4, width)).unwrap();
+                        let before =
+                            SteerEdit::new(layer, SteerMode::Ablate, 0.9, &values(4, width)).unwrap();
                         let set = SteerSet { edits: vec![before, edit] };
                         let (found, p) = of_layer(layer, Some(&set));
                         let wanted = expected(&plain, &set.edits);
-                        let what = format!("{} {on:?} layer {layer} {mode:?} {strength} {gate:?}", name(&folder));
+                        let what =
+                            format!("{} {on:?} layer {layer} {mode:?} {strength} {gate:?}", name(&folder));
                         // A few roundings of the largest value, and of sums of `width` products.
                         let scale = plain.iter().fold(10.0f64, |m, v| m.max(f64::from(v.abs())));
                         let bound = scale * width as f64 * f64::from(f32::EPSILON);
@@ -93,7 +95,8 @@ fn every_mode_is_its_formula() {
                         assert!((f64::from(p.row(0)[0]) - first).abs() <= bound, "{what}: projection");
                         let gated = gate == Some(1e9);
                         let one = expected(&plain, &set.edits[..1]);
-                        let moved = found.iter().zip(&one).any(|(a, b)| (f64::from(*a) - b).abs() > 4.0 * bound);
+                        let moved =
+                            found.iter().zip(&one).any(|(a, b)| (f64::from(*a) - b).abs() > 4.0 * bound);
                         assert_eq!(moved, !gated, "{what}: the gate decides");
                     }
                 }
@@ -151,7 +154,10 @@ fn steered_prompts_are_the_same_in_every_cut_and_captures_show_what_was_edited()
                 let scale = row.iter().fold(1.0f64, |m, v| m.max(f64::from(v.abs())));
                 for (found, wanted) in found.iter().zip(expected(row, edits)) {
                     let off = (f64::from(*found) - wanted).abs();
-                    assert!(off <= scale * width as f64 * f64::from(f32::EPSILON), "{what}: {found} {wanted}");
+                    assert!(
+                        off <= scale * width as f64 * f64::from(f32::EPSILON),
+                        "{what}: {found} {wanted}"
+                    );
                 }
             }
             for rows in [1, 13, 32] {
@@ -252,11 +258,17 @@ fn sets_that_do_not_fit_are_refused_by_name_and_change_nothing() {
             ("ascend by layer", Box::new(|set| set.edits.reverse())),
             ("values, the model is", Box::new(|set| set.edits[0].unit = vec![1.0; 3].into())),
             ("zero or holds", Box::new(|set| set.edits[1].unit = vec![0.0; set.edits[1].unit.len()].into())),
-            ("zero or holds", Box::new(|set| set.edits[1].unit = vec![f32::NAN; set.edits[1].unit.len()].into())),
+            (
+                "zero or holds",
+                Box::new(|set| set.edits[1].unit = vec![f32::NAN; set.edits[1].unit.len()].into()),
+            ),
             ("strength for layer 0", Box::new(|set| set.edits[0].strength = f32::NAN)),
             ("to for layer 1", Box::new(|set| set.edits[2].to = f32::INFINITY)),
             ("gate for layer", Box::new(|set| set.edits[3].gate = Some(f32::NAN))),
-            ("the limit is", Box::new(|set| set.edits = vec![set.edits[0].clone(); SteerSet::MOST_EDITS + 1])),
+            (
+                "the limit is",
+                Box::new(|set| set.edits = vec![set.edits[0].clone(); SteerSet::MOST_EDITS + 1]),
+            ),
         ];
         for (message, change) in broken {
             let mut set = good.clone();
@@ -269,7 +281,10 @@ fn sets_that_do_not_fit_are_refused_by_name_and_change_nothing() {
         s.prefill(&prompt).unwrap();
         assert_bits("steered as before", &logits(&mut s), &before);
     }
-    assert!(matches!(SteerEdit::new(0, SteerMode::Add, 1.0, &[0.0, 0.0]), Err(SteerError::Direction { layer: 0 })));
+    assert!(matches!(
+        SteerEdit::new(0, SteerMode::Add, 1.0, &[0.0, 0.0]),
+        Err(SteerError::Direction { layer: 0 })
+    ));
     assert!(SteerEdit::new(0, SteerMode::Add, 1.0, &[f32::MAX, f32::MAX]).is_err(), "its length is infinite");
 }
 

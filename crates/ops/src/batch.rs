@@ -1,5 +1,6 @@
 //! One step as plain data: columns of integers that a person can print and check.
 
+use crate::backend::Tap;
 use crate::kv::{GROUPS, KvPlan, PAGE_TOKENS};
 use crate::ops::TapPoint;
 
@@ -237,6 +238,12 @@ impl Batch {
             }
         }
         Ok(())
+    }
+
+    /// The row of the batch that row `row` of a capture is: a capture taken after the tail was cut holds head rows
+    /// only.
+    pub fn row_of(&self, tap: &Tap, row: usize) -> usize {
+        if tap.rows == self.tokens.len() { row } else { self.heads[row] as usize }
     }
 
     fn check_row(&self, plan: &KvPlan, span: &RowSpan, row: usize) -> Result<(), BatchError> {

@@ -217,3 +217,56 @@ fn the_layout_of_a_pool() {
         assert_eq!(group.bytes(), 7 * (group.page_bytes(0) + group.page_bytes(1)));
     }
 }
+
+/// A backend that knows nothing of steering says so by name, and takes a set back that it never had.
+#[test]
+fn a_backend_without_steering_refuses_a_set() {
+    use lapidary_ops::*;
+    #[derive(Debug)]
+    struct Plain;
+    impl Backend for Plain {
+        fn report(&self) -> DeviceReport {
+            DeviceReport { backend: "plain", ..DeviceReport::default() }
+        }
+        fn pack(&mut self, _: &[TensorView<'_>], _: usize) -> Result<Mat> {
+            unimplemented!()
+        }
+        fn vector(&mut self, _: &str, _: &[f32]) -> Result<Gain> {
+            unimplemented!()
+        }
+        fn activation(&mut self, _: ActSpec) -> Result<Act> {
+            unimplemented!()
+        }
+        fn kv(&mut self, _: &KvPlan) -> Result<()> {
+            unimplemented!()
+        }
+        fn upload(&mut self, _: &Batch) -> Result<()> {
+            unimplemented!()
+        }
+        fn run(&mut self, _: &BatchShape, _: &(dyn Fn(&mut dyn Ops) + Sync)) -> Result<()> {
+            unimplemented!()
+        }
+        fn collect(&mut self) -> Result<Outcome> {
+            unimplemented!()
+        }
+        fn read(&mut self, _: Act, _: usize, _: &mut Vec<f32>) -> Result<()> {
+            unimplemented!()
+        }
+        fn kv_store(&mut self, _: KvRef, _: usize, _: usize, _: &[f32], _: &[f32]) -> Result<()> {
+            unimplemented!()
+        }
+        fn kv_load(&mut self, _: KvRef, _: usize, _: usize, _: &mut [f32], _: &mut [f32]) -> Result<()> {
+            unimplemented!()
+        }
+        fn memory(&self) -> MemoryUse {
+            MemoryUse::default()
+        }
+    }
+    let edit = SteerEdit::new(0, SteerMode::Add, 1.0, &[3.0, 4.0]).unwrap();
+    assert_eq!((edit.norm, &edit.unit[..]), (5.0, &[0.6, 0.8][..]));
+    let set = SteerSet { edits: vec![edit] };
+    let error = Plain.steer_set(0, Some(&set)).unwrap_err();
+    assert!(matches!(&error, Error::Unsupported { device, .. } if device == "plain"), "{error}");
+    assert!(error.to_string().contains("steering"), "{error}");
+    Plain.steer_set(0, None).unwrap();
+}

@@ -29,7 +29,8 @@ impl<'a> Pass<'a> {
         let rows = (0..on.batch.tokens.len()).collect();
         let spans = on.batch.spans.iter().flat_map(|s| std::iter::repeat_n(*s, s.rows)).collect();
         let batch_rows = on.batch.steer.len();
-        let edits = on.batch.steer.iter().filter_map(|&set| on.steer_sets.get(usize::try_from(set).ok()?)?.as_ref());
+        let edits =
+            on.batch.steer.iter().filter_map(|&set| on.steer_sets.get(usize::try_from(set).ok()?)?.as_ref());
         let stride = edits.map(|set| set.edits.len()).max().unwrap_or(0);
         let projections = Projections::new(batch_rows, stride);
         Pass { on, rows, spans, outcome: Outcome { projections, ..Outcome::default() } }

@@ -4,6 +4,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+use serde_json::Value;
+
 use crate::error::ApiError;
 use crate::ids;
 use crate::layers::RequestId;
@@ -96,6 +98,14 @@ impl App {
                 Some(name) => Ok(name),
                 None => Err(ApiError::no_model(asked, names)),
             },
+        }
+    }
+
+    /// Writes what was asked into the log, where the operator wants that.
+    pub fn log_text(&self, id: &RequestId, messages: &[Value]) {
+        if self.0.options.log_text {
+            let messages = Value::from(messages);
+            tracing::info!(request_id = id.as_str(), %messages, "asked");
         }
     }
 

@@ -1,6 +1,7 @@
 //! Reads a request's JSON: where it is wrong by field, and which of its fields nothing here knows.
 
 use std::fmt::Write;
+use std::time::Duration;
 
 use axum::body::Bytes;
 use axum::extract::{FromRequest, Request};
@@ -16,6 +17,9 @@ pub const IGNORED: HeaderName = HeaderName::from_static("x-lapidary-ignored");
 
 /// Names listed at most; a hostile request could have any number.
 const MAX_NAMES: usize = 32;
+
+/// Time in which a body has to arrive.
+const BODY_TIME: Duration = Duration::from_secs(60);
 
 /// A request's JSON and the fields of it that have no effect.
 #[derive(Debug)]
@@ -75,11 +79,12 @@ impl<T: DeserializeOwned> FromRequest<App> for Wire<T> {
 
     async fn from_request(request: Request, app: &App) -> Result<Self, ApiError> {
         require_json(request.headers())?;
-        let bytes =
-            Bytes::from_request(request, app).await.map_err(|rejection| match rejection.status() {
-                StatusCode::PAYLOAD_TOO_LARGE => ApiError::too_large(app.options().body_limit),
-                _ => ApiError::bad_request(None, "the body could not be read to its end"),
-            })?;
+        let read = tokio::time::timeout(BODY_TIME, Bytes::from_request(request, app)).await;
+        let Ok(read) = read else { return Err(ApiError::slow_body(BODY_TIME)) };
+        let bytes = read.map_err(|rejection| match rejection.status() {
+            StatusCode::PAYLOAD_TOO_LARGE => ApiError::too_large(app.options().body_limit),
+            _ => ApiError::bad_request(None, "the body could not be read to its end"),
+        })?;
         let wire = parse(&bytes)?;
         wire.ignored.refuse_if(app.options().strict)?;
         Ok(wire)
@@ -101,10 +106,7 @@ pub fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<Wire<T>, ApiError> {
     let mut ignored = Ignored::default();
     let mut json = serde_json::Deserializer::from_slice(bytes);
     let mut note = |path: serde_ignored::Path<'_>| {
-        // An Option on the way shows as a question mark.
-        let path = path.to_string();
-        let names: Vec<&str> = path.split('.').filter(|name| *name != "?").collect();
-        ignored.add(&names.join("."));
+        ignored.add(&spelled(&path));
     };
     let value = serde_path_to_error::deserialize(serde_ignored::Deserializer::new(&mut json, &mut note))
         .map_err(|error| {
@@ -114,6 +116,22 @@ pub fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<Wire<T>, ApiError> {
         })?;
     json.end().map_err(|error| ApiError::bad_request(None, &error.to_string()))?;
     Ok(Wire { value, ignored })
+}
+
+/// A path as errors spell it: `messages[0].mood`.
+fn spelled(path: &serde_ignored::Path<'_>) -> String {
+    use serde_ignored::Path;
+    match path {
+        Path::Root => String::new(),
+        Path::Seq { parent, index } => format!("{}[{index}]", spelled(parent)),
+        Path::Map { parent, key } => match spelled(parent) {
+            parent if parent.is_empty() => key.clone(),
+            parent => format!("{parent}.{key}"),
+        },
+        Path::Some { parent } | Path::NewtypeStruct { parent } | Path::NewtypeVariant { parent } => {
+            spelled(parent)
+        }
+    }
 }
 
 #[cfg(test)]
@@ -137,8 +155,8 @@ mod tests {
     fn unknown_fields_are_named_by_path() {
         let text = br#"{"inner": {"id": 1, "x": 2}, "list": [{"id": 3, "y\u0007": {"z": 1}}], "w": null}"#;
         let wire = parse::<Outer>(text).expect("known fields are right");
-        assert_eq!(wire.ignored.0, ["inner.x", "list.0.y\u{7}", "w"]);
-        assert_eq!(wire.ignored.header().unwrap(), "inner.x, list.0.y\\u{7}, w");
+        assert_eq!(wire.ignored.0, ["inner.x", "list[0].y\u{7}", "w"]);
+        assert_eq!(wire.ignored.header().unwrap(), "inner.x, list[0].y\\u{7}, w");
         assert_eq!(wire.value.inner.unwrap().id + wire.value.list[0].id, 4);
     }
 
@@ -148,7 +166,7 @@ mod tests {
             (r#"{"list": [{"id": 1}, {"id": -1}]}"#, Some("list[1].id")),
             (r#"{"inner": {"id": 4294967296}, "list": []}"#, Some("inner.id")),
             (r#"{"list": []} x"#, None),
-            (r#"{"list": ["#, Some("list[0]")),
+            (r#"{"list": ["#, Some("list")),
             ("", None),
         ] {
             let error = parse::<Outer>(text.as_bytes()).expect_err(text);

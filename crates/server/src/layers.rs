@@ -56,7 +56,10 @@ pub async fn around(State(app): State<App>, mut request: Request, next: Next) ->
     let route = request.extensions().get::<MatchedPath>().map_or("none", |m| m.as_str()).to_owned();
     let origin = request.headers().get(header::ORIGIN).cloned();
 
+    let preflight = method == Method::OPTIONS && origin.is_some() && !app.options().cors.is_empty();
     let response = match allow(&app, &request) {
+        // A browser asks whether it may ask; the headers below answer.
+        Ok(()) if preflight => StatusCode::NO_CONTENT.into_response(),
         Ok(()) => AssertUnwindSafe(next.run(request)).catch_unwind().await.unwrap_or_else(|_| {
             ApiError::internal("the request caused a panic in the server; this is a bug").into_response()
         }),
@@ -82,7 +85,7 @@ pub async fn around(State(app): State<App>, mut request: Request, next: Next) ->
 /// Keys guard the API. Probes, scrapes, the page and the document hold nothing of anybody's.
 fn allow(app: &App, request: &Request) -> Result<(), ApiError> {
     let open = ["/", "/health", "/health/live", "/health/ready", "/metrics", "/openapi.json"];
-    // A browser asks whether it may ask without the key.
+    // Nothing answers OPTIONS but the question of a browser, which comes without the key.
     if open.contains(&request.uri().path()) || request.method() == Method::OPTIONS {
         return Ok(());
     }

@@ -7,13 +7,17 @@
 
 mod app;
 mod auth;
+pub mod batch;
+pub mod bench;
 mod body;
 mod error;
 mod ids;
 mod json;
 mod layers;
+pub mod listen;
 mod metrics;
 mod model;
+mod openapi;
 mod options;
 mod replies;
 mod routes;

@@ -8,14 +8,12 @@ use std::fmt::Write;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use lapidary::service::{ServiceStats, ServiceUsage};
+use lapidary::PAGE_TOKENS;
+use lapidary::service::{EngineStats, PageUse, ServiceStats, ServiceUsage};
 
 /// Bounds for the time to a first token, in seconds.
 const FIRST_TOKEN: &[f64] =
     &[0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1., 2.5, 5., 7.5, 10., 20., 40., 80.];
-/// Bounds for the time between tokens, in seconds.
-const INTER_TOKEN: &[f64] =
-    &[0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1., 2.5, 5.];
 /// Bounds for whole requests, in seconds.
 const WHOLE: &[f64] =
     &[0.1, 0.3, 0.5, 0.8, 1., 1.5, 2., 2.5, 5., 10., 15., 20., 30., 40., 50., 60., 120., 240., 480.];
@@ -27,8 +25,6 @@ const TOKENS: &[f64] = &[1., 2., 5., 10., 20., 50., 100., 200., 500., 1e3, 2e3, 
 pub struct Metrics {
     /// Time from a request to its first token.
     pub first_token: Histogram,
-    /// Time between deltas of a request.
-    pub inter_token: Histogram,
     whole: Histogram,
     prompt: Histogram,
     generation: Histogram,
@@ -44,7 +40,6 @@ impl Default for Metrics {
     fn default() -> Self {
         Metrics {
             first_token: Histogram::new(FIRST_TOKEN),
-            inter_token: Histogram::new(INTER_TOKEN),
             whole: Histogram::new(WHOLE),
             prompt: Histogram::new(TOKENS),
             generation: Histogram::new(TOKENS),
@@ -108,9 +103,6 @@ impl Metrics {
         page.family("lapidary_http_requests_total", "counter", "Responses by route and status");
         page.labelled("lapidary_http_requests_total", &self.http);
         page.histogram("time_to_first_token_seconds", "From a request to its first token", &self.first_token);
-        page.histogram("inter_token_latency_seconds", "Between two deltas of a request", &self.inter_token);
-        // The name that vLLM had before; dashboards and autoscalers still ask for it.
-        page.histogram("time_per_output_token_seconds", "Between two deltas of a request", &self.inter_token);
         page.histogram("e2e_request_latency_seconds", "From a request to its end", &self.whole);
         page.histogram("request_prompt_tokens", "Tokens of a prompt", &self.prompt);
         page.histogram("request_generation_tokens", "Tokens generated for a request", &self.generation);
@@ -193,34 +185,93 @@ impl Page {
     }
 
     fn histogram(&mut self, name: &str, help: &str, histogram: &Histogram) {
+        let counts: Vec<u64> = histogram.counts.iter().map(|count| count.load(Ordering::Relaxed)).collect();
+        let sum = histogram.sum.load(Ordering::Relaxed) as f64 / 1e6;
+        self.buckets(name, help, histogram.bounds, &counts, sum);
+    }
+
+    fn buckets(&mut self, name: &str, help: &str, bounds: &[f64], counts: &[u64], sum: f64) {
         for name in [format!("lapidary_{name}"), format!("vllm:{name}")] {
             self.family(&name, "histogram", help);
             let mut below = 0;
-            for (place, count) in histogram.counts.iter().enumerate() {
-                below += count.load(Ordering::Relaxed);
-                let bound = histogram.bounds.get(place).map_or("+Inf".to_owned(), f64::to_string);
+            for (place, count) in counts.iter().enumerate() {
+                below += count;
+                let bound = bounds.get(place).map_or("+Inf".to_owned(), f64::to_string);
                 self.sample(&format!("{name}_bucket"), &format!("le=\"{bound}\""), below as f64);
             }
-            self.sample(&format!("{name}_sum"), "", histogram.sum.load(Ordering::Relaxed) as f64 / 1e6);
+            self.sample(&format!("{name}_sum"), "", sum);
             self.sample(&format!("{name}_count"), "", below as f64);
         }
     }
 
     fn stats(&mut self, stats: &ServiceStats) {
-        self.both(
+        let engine = &stats.engine;
+        // The group that is nearer its end decides; pages kept for later requests are given up when one needs them.
+        let share = |pages: &PageUse| pages.live as f64 / pages.total.max(1) as f64;
+        let usage = engine.pages.iter().map(share).fold(0.0, f64::max);
+        for (name, theirs, help, value) in [
+            ("requests_running", "num_requests_running", "Replies in the making", stats.running as f64),
+            ("requests_waiting", "num_requests_waiting", "Replies that wait", stats.waiting as f64),
+            ("kv_usage", "kv_cache_usage_perc", "Share of the pages that requests hold, 0 to 1", usage),
+        ] {
+            self.both("gauge", name, theirs, help, value);
+        }
+        self.family("vllm:gpu_cache_usage_perc", "gauge", "The older name of kv_cache_usage_perc");
+        self.sample("vllm:gpu_cache_usage_perc", "", usage);
+        let pages = engine.pages.iter().map(|pages| pages.total).max().unwrap_or(0);
+        self.family("vllm:cache_config_info", "gauge", "Positions of a page, and pages of the larger group");
+        let info = format!("block_size=\"{PAGE_TOKENS}\",num_gpu_blocks=\"{pages}\"");
+        self.sample("vllm:cache_config_info", &info, 1.0);
+        self.family(
+            "lapidary_pages",
             "gauge",
-            "requests_running",
-            "num_requests_running",
-            "Replies in the making",
-            stats.running as f64,
+            "Pages of keys and values: all, held, kept for later requests",
         );
-        self.both(
-            "gauge",
-            "requests_waiting",
-            "num_requests_waiting",
-            "Replies that wait",
-            stats.waiting as f64,
-        );
+        for (group, pages) in ["sliding", "full"].iter().zip(&engine.pages) {
+            for (state, count) in [("total", pages.total), ("live", pages.live), ("kept", pages.kept)] {
+                let labels = format!("group=\"{group}\",state=\"{state}\"");
+                self.sample("lapidary_pages", &labels, count as f64);
+            }
+        }
+        self.engine_counters(engine);
+        let (queue, gap) = (&engine.queue, &engine.inter_token);
+        let help = "From a request to its first rows";
+        self.buckets("request_queue_time_seconds", help, queue.bounds, &queue.counts, queue.sum);
+        // Older dashboards and autoscalers ask for the second name.
+        for name in ["inter_token_latency_seconds", "time_per_output_token_seconds"] {
+            self.buckets(name, "Between two tokens of a reply", gap.bounds, &gap.counts, gap.sum);
+        }
+    }
+
+    fn engine_counters(&mut self, engine: &EngineStats) {
+        for (name, theirs, help, value) in [
+            (
+                "prefix_queries_total",
+                "prefix_cache_queries_total",
+                "Prompt tokens looked up",
+                engine.prompt_tokens,
+            ),
+            ("prefix_hits_total", "prefix_cache_hits_total", "Prompt tokens found", engine.cached_tokens),
+            ("preemptions_total", "num_preemptions_total", "Replies put off", engine.scheduler.preemptions),
+        ] {
+            self.both("counter", name, theirs, help, value as f64);
+        }
+        for (name, help, value) in [
+            ("steps_total", "Batches", engine.scheduler.steps as f64),
+            ("rows_total", "Rows of batches", engine.scheduler.rows as f64),
+            ("recomputed_rows_total", "Rows that were fed again", engine.scheduler.recomputed_rows as f64),
+            (
+                "non_finite_total",
+                "Replies that ended because logits were not finite",
+                engine.non_finite as f64,
+            ),
+            ("panics_total", "Replies that ended because something panicked", engine.panics as f64),
+            ("failed_passes_total", "Passes that the device could not finish", engine.failed_passes as f64),
+            ("device_seconds_total", "Time in which the device ran passes", engine.device_time.as_secs_f64()),
+            ("host_seconds_total", "Time of the engine's thread beside it", engine.host_time.as_secs_f64()),
+        ] {
+            self.own_counter(name, help, value);
+        }
     }
 }
 

@@ -20,7 +20,8 @@ pub struct Replies {
 
 impl Replies {
     /// The replies, numbered by their order.
-    pub fn new(replies: Vec<Reply>, watch: Watch) -> Self {
+    pub fn new(replies: Vec<Reply>, mut watch: Watch) -> Self {
+        watch.replies = replies.len();
         Replies { replies: replies.into_iter().map(Some).collect(), turn: 0, watch }
     }
 
@@ -77,6 +78,15 @@ impl Replies {
         Ok(all)
     }
 
+    /// Waits for the only one.
+    ///
+    /// # Errors
+    /// What it failed with.
+    pub async fn collect_one(self) -> Result<Whole, ApiError> {
+        let mut all = self.collect().await?;
+        all.pop().ok_or_else(|| ApiError::internal("the engine gave no reply to the request"))
+    }
+
     /// How many there are.
     pub fn count(&self) -> usize {
         self.replies.len()
@@ -111,12 +121,10 @@ pub struct Watch {
     id: RequestId,
     route: &'static str,
     arrived: Instant,
-    last_token: Option<Instant>,
     first_token: Option<f64>,
     usage: ServiceUsage,
-    open: bool,
     failed: Option<RequestError>,
-    /// Replies that have started or ended.
+    /// How many replies there are, and how many have ended.
     replies: usize,
     ended: usize,
 }
@@ -129,10 +137,8 @@ impl Watch {
             id,
             route,
             arrived: Instant::now(),
-            last_token: None,
             first_token: None,
             usage: ServiceUsage::default(),
-            open: true,
             failed: None,
             replies: 0,
             ended: 0,
@@ -142,24 +148,17 @@ impl Watch {
     fn see(&mut self, event: &ServiceEvent) {
         let metrics = self.app.metrics();
         match event {
-            ServiceEvent::Started { prompt_tokens, cached_tokens, .. } => {
-                // Several choices share one prompt; it counts once.
-                if self.replies == 0 {
-                    self.usage.prompt_tokens = *prompt_tokens;
-                    self.usage.cached_tokens = *cached_tokens;
-                }
-                self.replies += 1;
+            // Several choices share one prompt; it counts once.
+            ServiceEvent::Started { prompt_tokens, cached_tokens, .. } if self.usage.prompt_tokens == 0 => {
+                self.usage.prompt_tokens = *prompt_tokens;
+                self.usage.cached_tokens = *cached_tokens;
             }
-            ServiceEvent::Text { .. } | ServiceEvent::Thought { .. } | ServiceEvent::CallBegin { .. } => {
-                let now = Instant::now();
-                match self.last_token.replace(now) {
-                    Some(last) => metrics.inter_token.record((now - last).as_secs_f64()),
-                    None => {
-                        let first = (now - self.arrived).as_secs_f64();
-                        metrics.first_token.record(first);
-                        self.first_token = Some(first);
-                    }
-                }
+            ServiceEvent::Text { .. } | ServiceEvent::Thought { .. } | ServiceEvent::CallBegin { .. }
+                if self.first_token.is_none() =>
+            {
+                let first = self.arrived.elapsed().as_secs_f64();
+                metrics.first_token.record(first);
+                self.first_token = Some(first);
             }
             ServiceEvent::Finished { reason, usage, .. } => {
                 self.ended += 1;
@@ -197,19 +196,16 @@ fn finish_name(reason: &FinishKind) -> &'static str {
 
 impl Drop for Watch {
     fn drop(&mut self) {
-        if !std::mem::take(&mut self.open) {
+        // A refused request has no replies; its status is in the access log.
+        if self.replies == 0 {
             return;
         }
         let total = self.arrived.elapsed().as_secs_f64();
         let metrics = self.app.metrics();
         let usage = &self.usage;
         metrics.request(usage, total);
-        // A refused request has no replies; its status is in the access log.
-        let left = self.ended == 0 || self.ended < self.replies;
-        if self.replies == 0 && self.failed.is_none() {
-            return;
-        }
-        if left {
+        let left = self.ended < self.replies;
+        for _ in self.ended..self.replies {
             metrics.finished("abort");
         }
         let outcome = match &self.failed {

@@ -149,6 +149,14 @@ impl<T: Deref<Target = Tokenizer>> OutputParser<T> {
         std::mem::take(&mut self.events)
     }
 
+    /// Ends the reply from outside as if the model had ended its turn here: a call that is whole but not closed counts.
+    pub fn complete(&mut self) -> Vec<Event> {
+        if self.finish.is_none() {
+            self.end(true);
+        }
+        std::mem::take(&mut self.events)
+    }
+
     /// Why the reply ended; none while it goes on. Once there is a reason, generation should stop.
     pub fn finished(&self) -> Option<Finish> {
         self.finish
@@ -157,6 +165,20 @@ impl<T: Deref<Target = Tokenizer>> OutputParser<T> {
     /// Whether the next token belongs to a thought; for counting reasoning tokens and bounding them.
     pub fn in_thought(&self) -> bool {
         matches!(self.state, State::Thought(_))
+    }
+
+    /// Whether the next token belongs to a call.
+    pub fn in_call(&self) -> bool {
+        matches!(self.state, State::Call { .. })
+    }
+
+    /// Text that is held back because it may turn out to be the spelling of a thought or a call. It is answer if the
+    /// reply ends here.
+    pub fn undecided(&self) -> &str {
+        match &self.state {
+            State::Opening(held) => held,
+            _ => "",
+        }
     }
 
     /// How many calls did not parse and were handed out as text.

@@ -6,7 +6,8 @@
 pub struct StopStrings {
     stops: Vec<String>,
     held: String,
-    stopped: bool,
+    /// Which stop string was found.
+    found: Option<usize>,
 }
 
 impl StopStrings {
@@ -15,13 +16,13 @@ impl StopStrings {
         Self {
             stops: stops.into_iter().filter(|s| !s.is_empty()).collect(),
             held: String::new(),
-            stopped: false,
+            found: None,
         }
     }
 
     /// Takes a piece of text and returns what may be shown. After a stop nothing more is.
     pub fn push(&mut self, text: &str) -> String {
-        if self.stopped {
+        if self.found.is_some() {
             return String::new();
         }
         self.held.push_str(text);
@@ -29,9 +30,10 @@ impl StopStrings {
         let found = self
             .stops
             .iter()
-            .filter_map(|stop| self.held.find(stop.as_str()).map(|at| (at + stop.len(), at)));
-        if let Some((_, at)) = found.min() {
-            self.stopped = true;
+            .enumerate()
+            .filter_map(|(i, stop)| self.held.find(stop.as_str()).map(|at| (at + stop.len(), at, i)));
+        if let Some((_, at, i)) = found.min() {
+            self.found = Some(i);
             self.held.truncate(at);
             return std::mem::take(&mut self.held);
         }
@@ -44,7 +46,17 @@ impl StopStrings {
 
     /// Whether a stop string was found.
     pub fn stopped(&self) -> bool {
-        self.stopped
+        self.found.is_some()
+    }
+
+    /// The stop string that was found.
+    pub fn matched(&self) -> Option<&str> {
+        self.found.map(|i| self.stops[i].as_str())
+    }
+
+    /// Whether there is nothing to look for.
+    pub fn is_empty(&self) -> bool {
+        self.stops.is_empty()
     }
 
     /// Ends the text: what was held back only in case is shown after all.
@@ -92,6 +104,8 @@ mod tests {
     #[test]
     fn a_false_start_inside_a_stop_string_is_not_lost() {
         assert_eq!(show(&["aab"], &["a", "a", "a", "b", "x"]), ("a".to_owned(), true));
+        let mut watch = StopStrings::new(["zz".to_owned(), String::new(), "b".to_owned()]);
+        assert_eq!((watch.push("ab"), watch.matched()), ("a".to_owned(), Some("b")));
         assert_eq!(show(&["abab"], &["aba", "cab", "a"]), ("abacaba".to_owned(), false));
     }
 

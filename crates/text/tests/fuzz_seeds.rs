@@ -1,5 +1,9 @@
 //! Replays the seeds of the fuzz targets, among them whatever a run once found.
 
+#[path = "../../../fuzz/exercise/grammar.rs"]
+mod grammar;
+#[path = "../../../fuzz/exercise/output.rs"]
+mod output;
 #[path = "../../../fuzz/exercise/tokenizer.rs"]
 mod tokenizer;
 #[path = "../../../fuzz/exercise/tool_args.rs"]
@@ -31,4 +35,14 @@ fn tokenizer_seeds() {
 #[test]
 fn tool_args_seeds() {
     replay("tool_args", tool_args::tool_args);
+}
+
+#[test]
+fn output_seeds() {
+    replay("output", output::output);
+}
+
+#[test]
+fn grammar_seeds() {
+    replay("grammar", grammar::grammar);
 }

@@ -473,3 +473,44 @@ fn a_compiled_grammar_is_kept_and_two_matchers_do_not_disturb_each_other() {
     first.accept(tokenizer.encode("}", Specials::Plain)[0]).unwrap();
     assert!(first.is_complete());
 }
+
+/// What a grammar costs on a vocabulary of 262,144 pieces; the figures are printed.
+#[test]
+fn a_large_vocabulary_is_indexed_by_the_first_grammar_only() {
+    let Some(path) = std::env::var_os("LAPIDARY_GEMMA3_TOKENIZER") else {
+        eprintln!("skipped: LAPIDARY_GEMMA3_TOKENIZER does not name a tokenizer.json");
+        return;
+    };
+    let tokenizer = Arc::new(Tokenizer::from_json(&std::fs::read(path).unwrap()).unwrap());
+    let start = Instant::now();
+    let compiler = GrammarCompiler::new(Arc::clone(&tokenizer));
+    assert!(start.elapsed() < Duration::from_millis(1), "nothing is built before it is needed");
+    let person = json!({ "type": "object", "properties": { "name": { "type": "string" }, "age": { "type": "integer" }, "tags": { "type": "array", "items": { "type": "string" } } }, "required": ["name", "age", "tags"], "additionalProperties": false });
+    let grammar = Grammar::JsonSchema(person);
+    let start = Instant::now();
+    let mut matcher = compiler.compile(&grammar).unwrap();
+    let first = start.elapsed();
+    let start = Instant::now();
+    compiler.compile(&grammar).unwrap();
+    let again = start.elapsed();
+    let start = Instant::now();
+    compiler.compile(&Grammar::Regex("[a-z]{3,9}( [a-z]{3,9})*".to_owned())).unwrap();
+    let other = start.elapsed();
+    let (mut words, mut slowest, mut total) = (Vec::new(), Duration::ZERO, Duration::ZERO);
+    let ids = tokenizer.encode(
+        r#"{"name": "Ada Lovelace, countess of \"Lovelace\"", "age": 36, "tags": ["first", "programmer", "数学"]}"#,
+        Specials::Plain,
+    );
+    for id in &ids {
+        let start = Instant::now();
+        matcher.mask(&mut words).unwrap();
+        let took = start.elapsed();
+        slowest = slowest.max(took);
+        total += took;
+        matcher.accept(*id).unwrap();
+    }
+    assert!(matcher.is_complete());
+    let mean = total / ids.len() as u32;
+    eprintln!("first {first:?}, again {again:?}, another {other:?}; mask {mean:?} mean, {slowest:?} slowest");
+    assert!(again < first / 10 && other < first);
+}

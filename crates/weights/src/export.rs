@@ -1,14 +1,15 @@
 //! Writes a safetensors checkpoint again in another layout: for conversions, and for tests that hold the layouts of one
-//! model against each other.
+//! model against each other. One matrix is in memory at a time.
 
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use half::bf16;
 use lapidary_formats::{Encoded, EncodedScales, Format, Scaling, TensorView, decode_row, encode_rows_scaled};
 use serde_json::{Value, json};
 
-use crate::names::{ExpertPart, LayerRole, Role, Spelling, spell};
-use crate::safetensors::{Dtype, NewTensor, write};
+use crate::names::{Class, ExpertPart, LayerRole, Role, Spelling, classify_safetensors, spell};
+use crate::safetensors::{Body, Dtype, File, Writer};
 use crate::{Checkpoint, ConfigSource, Error, Result};
 
 /// How a checkpoint stores the matrices of its layers. The embedding, the head, the router, norms and other small
@@ -58,16 +59,25 @@ impl Layout {
         }
     }
 
-    /// What `config.json` says of it.
-    fn quantization_config(self) -> Option<Value> {
-        let group = |format: &str, weights: Value| {
-            let groups = json!({"group_0": {"targets": ["Linear"], "format": format, "weights": weights}});
+    /// What `config.json` says of it. `whole_groups` is whether every width is a multiple of 128.
+    fn quantization_config(self, whole_groups: bool) -> Option<Value> {
+        let group = |format: &str, weights: Value, activations: Value| {
+            let groups = json!({"group_0": {"targets": ["Linear"], "format": format, "weights": weights,
+                                            "input_activations": activations, "output_activations": null}});
             json!({"quant_method": "compressed-tensors", "quantization_status": "compressed", "format": format,
-                   "config_groups": groups, "ignore": ["lm_head", "re:.*router.*"]})
+                   "config_groups": groups, "ignore": KEPT})
         };
         let fp8 = |strategy: &str, block: Value| {
-            let weights = json!({"num_bits": 8, "type": "float", "symmetric": true, "strategy": strategy, "block_structure": block});
-            Some(group("float-quantized", weights))
+            let weights = json!({"num_bits": 8, "type": "float", "symmetric": true, "dynamic": false,
+                                 "strategy": strategy, "block_structure": block});
+            let token = json!({"num_bits": 8, "type": "float", "symmetric": true, "dynamic": true, "strategy": "token"});
+            let mut activations = token;
+            if strategy == "block" {
+                // Groups of activations are cut like the weights' blocks, and readers know no ragged group.
+                (activations["strategy"], activations["group_size"]) = ("group".into(), 128.into());
+                activations = if whole_groups { activations } else { Value::Null };
+            }
+            Some(group("float-quantized", weights, activations))
         };
         match self {
             Layout::PerExpert | Layout::MoeStacks => None,
@@ -76,25 +86,67 @@ impl Layout {
             Layout::Fp8Block => fp8("block", json!([128, 128])),
             Layout::Nvfp4Divisor => Some(group(
                 "nvfp4-pack-quantized",
-                json!({"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}),
+                json!({"num_bits": 4, "type": "float", "symmetric": true, "dynamic": false,
+                       "strategy": "tensor_group", "group_size": 16}),
+                Value::Null,
             )),
             Layout::Nvfp4Multiplier => {
-                Some(json!({"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}))
+                Some(json!({"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": KEPT}))
             }
             Layout::Int4 => Some(group(
                 "pack-quantized",
-                json!({"num_bits": 4, "type": "int", "symmetric": true, "strategy": "group", "group_size": 32}),
+                json!({"num_bits": 4, "type": "int", "symmetric": true, "dynamic": false,
+                       "strategy": "group", "group_size": 32}),
+                Value::Null,
             )),
         }
     }
 }
 
-/// Writes `config.json` and `model.safetensors` into a folder that exists. The text files are left to the caller.
+/// Linear layers that stay plain, in the words of `quantization_config`.
+const KEPT: [&str; 5] = [
+    "lm_head",
+    "re:.*router.*",
+    "re:.*per_layer_model_projection.*",
+    "re:.*(vision|audio)_.*",
+    "re:.*embed_(vision|audio).*",
+];
+
+/// A tensor that was written, for reports.
+#[derive(Debug)]
+pub struct Exported<'a> {
+    /// Its name, which of a quantised matrix is the module's with `.weight`.
+    pub name: &'a str,
+    /// What was read.
+    pub source: &'a TensorView<'a>,
+    /// What was written.
+    pub written: &'a TensorView<'a>,
+    /// Bytes written so far.
+    pub done: u64,
+    /// Bytes to write in all.
+    pub total: u64,
+}
+
+/// Writes `config.json` and `model.safetensors` into a folder that exists. Tensors of other input paths are copied. The
+/// text files are left to the caller.
 ///
 /// # Errors
 /// A source that isn't safetensors or is already quantised, a width that the format cannot have, or a file that cannot
 /// be written.
 pub fn export(source: &Checkpoint, folder: &Path, layout: Layout) -> Result<()> {
+    export_each(source, folder, layout, &mut |_| {})
+}
+
+/// [`export`], which tells `each` of every text tensor that it wrote.
+///
+/// # Errors
+/// As [`export`].
+pub fn export_each(
+    source: &Checkpoint,
+    folder: &Path,
+    layout: Layout,
+    each: &mut dyn FnMut(Exported<'_>),
+) -> Result<()> {
     let ConfigSource::Json { config, .. } = source.config() else {
         return Err(Error::NotSupported {
             path: source.path().to_owned(),
@@ -102,154 +154,265 @@ pub fn export(source: &Checkpoint, folder: &Path, layout: Layout) -> Result<()> 
             remedy: "write from the model's safetensors".to_owned(),
         });
     };
+    let path = folder.join("model.safetensors");
+    let plan = Plan::new(source, &path, layout)?;
+    let mut writer = Writer::new(&path, &BTreeMap::from([("format".to_owned(), "pt".to_owned())]));
+    for item in &plan.items {
+        for (name, dtype, shape) in item.tensors(layout) {
+            writer.tensor(&name, dtype, &shape)?;
+        }
+    }
+    let others = others(source)?;
+    for (file, names) in &others {
+        for entry in names.iter().filter_map(|name| file.find(name)) {
+            writer.tensor(&entry.name, entry.dtype, &entry.shape)?;
+        }
+    }
+
     let mut config = config.clone();
-    if let Some(scheme) = layout.quantization_config() {
+    let whole_groups = plan.items.iter().all(|item| !item.encoded || item.sides().1.is_multiple_of(128));
+    if let Some(scheme) = layout.quantization_config(whole_groups) {
         config["quantization_config"] = scheme;
     }
     let config_path = folder.join("config.json");
-    std::fs::write(&config_path, config.to_string())
+    let text = format!("{config:#}\n");
+    std::fs::write(&config_path, text)
         .map_err(|source| Error::Write { path: config_path.clone(), source })?;
 
-    let path = folder.join("model.safetensors");
-    let mut out = Tensors { path: &path, layout, list: Vec::new() };
-    for role in source.roles() {
-        out.add(source, role)?;
+    let (mut done, total) = (0, writer.total_bytes());
+    let mut body = writer.create()?;
+    for item in &plan.items {
+        let view = item.view(source)?;
+        let encoded = item.write(&view, &path, layout, &mut body, &mut done)?;
+        let written = encoded.as_ref().map_or_else(|| view.clone(), |e| e.view(item.name.as_str()));
+        each(Exported { name: &item.name, source: &view, written: &written, done, total });
+        source.release(&view);
     }
-    let borrowed: Vec<NewTensor> = out
-        .list
-        .iter()
-        .map(|(name, dtype, shape, bytes)| NewTensor {
-            name: name.clone(),
-            dtype: *dtype,
-            shape: shape.clone(),
-            bytes,
-        })
-        .collect();
-    write(&path, &borrowed, &BTreeMap::from([("format".to_owned(), "pt".to_owned())]))
+    for (file, names) in &others {
+        for entry in names.iter().filter_map(|name| file.find(name)) {
+            body.write(&entry.name, file.bytes(entry))?;
+            file.release(file.bytes(entry));
+        }
+    }
+    body.finish()
 }
 
-/// The tensors of the file to be written.
-struct Tensors<'a> {
+/// The tensors that aren't text, by file.
+fn others(source: &Checkpoint) -> Result<Vec<(File, Vec<String>)>> {
+    if source.ignored().tensors() == 0 {
+        return Ok(Vec::new());
+    }
+    let open = |path: &Path| -> Result<(File, Vec<String>)> {
+        let file = File::open(path)?;
+        let other = |name: &&String| matches!(classify_safetensors(name), Class::Other(_));
+        let names = file.entries().iter().map(|e| &e.name).filter(other).cloned().collect();
+        Ok((file, names))
+    };
+    source.files().into_iter().map(open).collect()
+}
+
+/// What becomes of each tensor of the source.
+struct Plan<'a> {
+    source: &'a Checkpoint,
     path: &'a Path,
     layout: Layout,
-    list: Vec<(String, Dtype, Vec<usize>, Vec<u8>)>,
+    spelling: Spelling,
+    items: Vec<Item>,
 }
 
-impl Tensors<'_> {
-    fn add(&mut self, source: &Checkpoint, role: Role) -> Result<()> {
-        let stored = source.stored(role).expect("it is one of the file's roles");
-        let Role::Layer(layer, local) = role else { return self.plain(source, role, stored.shape) };
-        match local {
-            LayerRole::ExpertsGateUp | LayerRole::ExpertsDown if self.layout == Layout::MoeStacks => {
-                let name = role.to_string().replace(".experts.", ".moe.");
-                self.push(
-                    name,
-                    dtype_of(source, role)?,
-                    stored.shape,
-                    source.tensor(role)?.expect("stored").bytes.to_vec(),
-                );
-                Ok(())
-            }
-            LayerRole::ExpertsGateUp => self.experts(source, layer, &[ExpertPart::Gate, ExpertPart::Up]),
-            LayerRole::ExpertsGate => self.experts(source, layer, &[ExpertPart::Gate]),
-            LayerRole::ExpertsUp => self.experts(source, layer, &[ExpertPart::Up]),
-            LayerRole::ExpertsDown => self.experts(source, layer, &[ExpertPart::Down]),
-            _ if is_linear(local) => {
-                let view = source.tensor(role)?.expect("it is one of the file's roles");
-                self.matrix(role, &view)
-            }
-            _ => self.plain(source, role, stored.shape),
-        }
+/// One tensor or matrix of the source.
+struct Item {
+    /// Its name in the new file, before it is taken apart into codes and scales.
+    name: String,
+    from: From,
+    shape: Vec<usize>,
+    dtype: Dtype,
+    /// Whether it gets the layout's encoding.
+    encoded: bool,
+}
+
+#[derive(Clone, Copy)]
+enum From {
+    Role(Role),
+    Expert(u32, u32, ExpertPart),
+}
+
+impl<'a> Plan<'a> {
+    fn new(source: &'a Checkpoint, path: &'a Path, layout: Layout) -> Result<Plan<'a>> {
+        let composite = |name: &str| name.starts_with("model.language_model.");
+        let spelling = match source.stored(Role::Embed).is_none_or(|s| composite(s.name)) {
+            true => Spelling::Composite,
+            false => Spelling::TextOnly,
+        };
+        let mut plan = Plan { source, path, layout, spelling, items: Vec::new() };
+        source.roles().try_for_each(|role| plan.add(role))?;
+        plan.whole_blocks()?;
+        Ok(plan)
     }
 
-    fn experts(&mut self, source: &Checkpoint, layer: u32, parts: &[ExpertPart]) -> Result<()> {
-        for index in 0..source.experts_in_file(layer) as u32 {
-            for &part in parts {
-                if let Some(view) = source.expert(layer, index, part)? {
-                    self.matrix(Role::Layer(layer, LayerRole::Expert { index, part }), &view)?;
-                }
-            }
-        }
-        Ok(())
+    fn spelled(&self, role: Role) -> String {
+        spell(role, self.spelling).expect("every tensor of safetensors files has a name there")
     }
 
-    /// A tensor as it is.
-    fn plain(&mut self, source: &Checkpoint, role: Role, shape: &[usize]) -> Result<()> {
-        let view = source.tensor(role)?.expect("it is one of the file's roles");
-        self.push(role.to_string(), dtype_of(source, role)?, shape, view.bytes.to_vec());
-        Ok(())
-    }
-
-    /// A linear layer's matrix in the layout.
-    fn matrix(&mut self, role: Role, view: &TensorView) -> Result<()> {
-        let name = spell(role, Spelling::Composite).expect("every matrix has a safetensors name");
-        let shape = [view.rows, view.cols];
-        let Some((format, scaling)) = self.layout.encoding() else {
-            let dtype = plain_dtype(view.format).ok_or_else(|| self.quantised(view))?;
-            self.push(name, dtype, &shape, view.bytes.to_vec());
+    fn add(&mut self, role: Role) -> Result<()> {
+        let stored = self.source.stored(role).expect("it is one of the file's roles");
+        let dtype = self.plain_dtype(role)?;
+        let Role::Layer(layer, local) = role else {
+            self.push(self.spelled(role), From::Role(role), stored.shape, dtype, false);
             return Ok(());
         };
-        plain_dtype(view.format).ok_or_else(|| self.quantised(view))?;
+        match local {
+            LayerRole::ExpertsGateUp | LayerRole::ExpertsDown if self.layout == Layout::MoeStacks => {
+                let name = self.spelled(role).replace(".experts.", ".moe.");
+                self.push(name, From::Role(role), stored.shape, dtype, false);
+                Ok(())
+            }
+            LayerRole::ExpertsGateUp => self.experts(layer, &[ExpertPart::Gate, ExpertPart::Up], dtype),
+            LayerRole::ExpertsGate => self.experts(layer, &[ExpertPart::Gate], dtype),
+            LayerRole::ExpertsUp => self.experts(layer, &[ExpertPart::Up], dtype),
+            LayerRole::ExpertsDown => self.experts(layer, &[ExpertPart::Down], dtype),
+            _ => {
+                self.push(self.spelled(role), From::Role(role), stored.shape, dtype, is_linear(local));
+                Ok(())
+            }
+        }
+    }
+
+    fn experts(&mut self, layer: u32, parts: &[ExpertPart], dtype: Dtype) -> Result<()> {
+        for index in 0..self.source.experts_in_file(layer) as u32 {
+            for &part in parts {
+                let Some(view) = self.source.expert(layer, index, part)? else { continue };
+                let name = self.spelled(Role::Layer(layer, LayerRole::Expert { index, part }));
+                self.push(name, From::Expert(layer, index, part), &[view.rows, view.cols], dtype, true);
+            }
+        }
+        Ok(())
+    }
+
+    fn push(&mut self, name: String, from: From, shape: &[usize], dtype: Dtype, linear: bool) {
+        let encoded = linear && self.layout.encoding().is_some();
+        self.items.push(Item { name, from, shape: shape.to_vec(), dtype, encoded });
+    }
+
+    /// Refuses a width that the layout's format can't have before anything is written.
+    fn whole_blocks(&self) -> Result<()> {
+        let Some((format, _)) = self.layout.encoding() else { return Ok(()) };
+        let partial = |item: &&Item| item.encoded && format.row_bytes(item.sides().1).is_none();
+        self.items.iter().find(partial).map_or(Ok(()), |item| {
+            let (cols, of) = (item.sides().1, format.block_len());
+            let what = format!("rows of {cols} values; {format} needs a multiple of {of}");
+            Err(Error::BadWrite { path: self.path.to_owned(), tensor: item.name.clone(), what })
+        })
+    }
+
+    fn plain_dtype(&self, role: Role) -> Result<Dtype> {
+        let stored = self.source.stored(role).expect("it is one of the file's roles");
+        plain_dtype(stored.format).ok_or_else(|| Error::BadWrite {
+            path: self.path.to_owned(),
+            tensor: stored.name.to_owned(),
+            what: format!("it is {} already; export from a plain checkpoint", stored.format),
+        })
+    }
+}
+
+impl Item {
+    fn module(&self) -> &str {
+        self.name.strip_suffix(".weight").expect("linear layers are spelled with it")
+    }
+
+    /// Rows and columns of a matrix.
+    fn sides(&self) -> (usize, usize) {
+        let cols = self.shape.last().copied().unwrap_or(1);
+        (self.shape.iter().rev().skip(1).product(), cols)
+    }
+
+    /// The tensors that it becomes, in the order in which [`Item::write`] writes them.
+    fn tensors(&self, layout: Layout) -> Vec<(String, Dtype, Vec<usize>)> {
+        if !self.encoded {
+            return vec![(self.name.clone(), self.dtype, self.shape.clone())];
+        }
+        let (rows, cols) = self.sides();
+        let at = |suffix: &str, dtype, shape: &[usize]| {
+            (format!("{}.{suffix}", self.module()), dtype, shape.to_vec())
+        };
+        let fp8 = |scales: &[usize]| {
+            vec![at("weight", Dtype::F8E4M3, &[rows, cols]), at("weight_scale", Dtype::Bf16, scales)]
+        };
+        let nvfp4 = |codes, tensor, shape: &[usize]| {
+            let blocks = at("weight_scale", Dtype::F8E4M3, &[rows, cols / 16]);
+            vec![at(codes, Dtype::U8, &[rows, cols / 2]), blocks, at(tensor, Dtype::F32, shape)]
+        };
+        match layout {
+            Layout::PerExpert | Layout::MoeStacks => unreachable!("plain layouts encode nothing"),
+            Layout::Fp8Tensor => fp8(&[1]),
+            Layout::Fp8Row => fp8(&[rows, 1]),
+            Layout::Fp8Block => fp8(&[rows.div_ceil(128), cols.div_ceil(128)]),
+            Layout::Nvfp4Divisor => nvfp4("weight_packed", "weight_global_scale", &[1]),
+            Layout::Nvfp4Multiplier => nvfp4("weight", "weight_scale_2", &[]),
+            Layout::Int4 => vec![
+                at("weight_packed", Dtype::I32, &[rows, cols / 8]),
+                at("weight_scale", Dtype::Bf16, &[rows, cols / 32]),
+                at("weight_shape", Dtype::I64, &[2]),
+            ],
+        }
+    }
+
+    fn view<'s>(&self, source: &'s Checkpoint) -> Result<TensorView<'s>> {
+        let view = match self.from {
+            From::Role(role) => source.tensor(role)?,
+            From::Expert(layer, index, part) => source.expert(layer, index, part)?,
+        };
+        Ok(view.expect("it was there when the file was planned"))
+    }
+
+    /// Writes its tensors; what was encoded.
+    fn write(
+        &self,
+        view: &TensorView<'_>,
+        path: &Path,
+        layout: Layout,
+        body: &mut Body,
+        done: &mut u64,
+    ) -> Result<Option<Encoded>> {
+        let (Some((format, scaling)), true) = (layout.encoding(), self.encoded) else {
+            body.write(&self.name, view.bytes)?;
+            *done += view.bytes.len() as u64;
+            return Ok(None);
+        };
         let mut values = vec![0.0; view.rows * view.cols];
         for (row, out) in values.chunks_exact_mut(view.cols).enumerate() {
             decode_row(view, row, out);
         }
         let encoded = encode_rows_scaled(format, scaling, &values, view.rows, view.cols).map_err(|e| {
-            Error::BadWrite { path: self.path.to_owned(), tensor: name.clone(), what: e.to_string() }
+            Error::BadWrite { path: path.to_owned(), tensor: self.name.clone(), what: e.to_string() }
         })?;
-        let module = name.strip_suffix(".weight").expect("linear layers are spelled with it").to_owned();
-        self.encoded(&module, encoded);
-        Ok(())
-    }
-
-    fn encoded(&mut self, module: &str, encoded: Encoded) {
-        let Encoded { rows, cols, bytes, scales, .. } = encoded;
-        let at = |suffix: &str| format!("{module}.{suffix}");
-        let f32s = |values: &[f32]| values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>();
-        match scales {
-            EncodedScales::None => unreachable!("plain layouts are not encoded"),
-            EncodedScales::Tensor(scale) => {
-                self.push(at("weight"), Dtype::F8E4M3, &[rows, cols], bytes);
-                self.push(at("weight_scale"), Dtype::F32, &[1], f32s(&[scale]));
-            }
-            EncodedScales::Row(scales) => {
-                self.push(at("weight"), Dtype::F8E4M3, &[rows, cols], bytes);
-                self.push(at("weight_scale"), Dtype::F32, &[rows, 1], f32s(&scales));
-            }
-            EncodedScales::Block128(scales) => {
-                self.push(at("weight"), Dtype::F8E4M3, &[rows, cols], bytes);
-                let shape = [rows.div_ceil(128), cols.div_ceil(128)];
-                self.push(at("weight_scale"), Dtype::F32, &shape, f32s(&scales));
-            }
-            EncodedScales::Nvfp4 { blocks, tensor } => {
-                let divisor = self.layout == Layout::Nvfp4Divisor;
-                let codes = if divisor { "weight_packed" } else { "weight" };
-                self.push(at(codes), Dtype::U8, &[rows, cols / 2], bytes);
-                self.push(at("weight_scale"), Dtype::F8E4M3, &[rows, cols / 16], blocks);
-                if divisor {
-                    self.push(at("weight_global_scale"), Dtype::F32, &[1], f32s(&[1.0 / tensor]));
-                } else {
-                    self.push(at("weight_scale_2"), Dtype::F32, &[], f32s(&[tensor]));
-                }
-            }
-            EncodedScales::Group32Bf16(scales) => {
-                self.push(at("weight_packed"), Dtype::I32, &[rows, cols / 8], bytes);
-                self.push(at("weight_scale"), Dtype::Bf16, &[rows, cols / 32], scales);
-                let shape = [rows as i64, cols as i64].iter().flat_map(|n| n.to_le_bytes()).collect();
-                self.push(at("weight_shape"), Dtype::I64, &[2], shape);
-            }
+        let scales = beside(&encoded, layout);
+        let parts = std::iter::once(&encoded.bytes).chain(&scales);
+        for ((name, _, _), bytes) in self.tensors(layout).iter().zip(parts) {
+            body.write(name, bytes)?;
+            *done += bytes.len() as u64;
         }
+        Ok(Some(encoded))
     }
+}
 
-    fn push(&mut self, name: String, dtype: Dtype, shape: &[usize], bytes: Vec<u8>) {
-        self.list.push((name, dtype, shape.to_vec(), bytes));
-    }
-
-    fn quantised(&self, view: &TensorView) -> Error {
-        Error::BadWrite {
-            path: self.path.to_owned(),
-            tensor: view.name.clone(),
-            what: format!("it is {} already; export from a plain checkpoint", view.format),
+/// The bytes of the tensors that lie beside the codes.
+fn beside(encoded: &Encoded, layout: Layout) -> Vec<Vec<u8>> {
+    let bf16s = |values: &[f32]| -> Vec<u8> {
+        // Exact: the encoder rounds FP8 scales to bf16.
+        values.iter().flat_map(|&v| bf16::from_f32(v).to_le_bytes()).collect()
+    };
+    match &encoded.scales {
+        EncodedScales::None => Vec::new(),
+        EncodedScales::Tensor(scale) => vec![bf16s(&[*scale])],
+        EncodedScales::Row(scales) | EncodedScales::Block128(scales) => vec![bf16s(scales)],
+        EncodedScales::Nvfp4 { blocks, tensor } => {
+            let stored = if layout == Layout::Nvfp4Divisor { 1.0 / tensor } else { *tensor };
+            vec![blocks.clone(), stored.to_le_bytes().to_vec()]
+        }
+        EncodedScales::Group32Bf16(scales) => {
+            let shape = [encoded.rows as i64, encoded.cols as i64];
+            vec![scales.clone(), shape.iter().flat_map(|n| n.to_le_bytes()).collect()]
         }
     }
 }
@@ -261,16 +424,6 @@ fn is_linear(role: LayerRole) -> bool {
         role,
         QProj | KProj | VProj | OProj | Gate | Up | Down | PerLayerGate | PerLayerProj | Expert { .. }
     )
-}
-
-fn dtype_of(source: &Checkpoint, role: Role) -> Result<Dtype> {
-    let stored = source.stored(role).expect("it is one of the file's roles");
-    plain_dtype(stored.format).ok_or_else(|| Error::WrongDtype {
-        path: stored.file.to_owned(),
-        tensor: stored.name.to_owned(),
-        expected: "F32, F16 or BF16".to_owned(),
-        found: stored.format.to_string(),
-    })
 }
 
 fn plain_dtype(format: Format) -> Option<Dtype> {

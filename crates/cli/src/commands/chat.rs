@@ -16,9 +16,9 @@ use crate::interrupt::Interrupt;
 use crate::load;
 use crate::model_args::{ComputeFlag, LoadArgs, ModelArgs};
 use crate::sampling_args::SamplingArgs;
-use crate::steer_args::SteerArgs;
 use crate::source;
 use crate::speak::{Said, Show, speak};
+use crate::steer_args::SteerArgs;
 
 /// Hold a conversation.
 ///
@@ -64,14 +64,8 @@ A line that is to begin with a slash is written with two.";
 pub fn run(args: &Args) -> anyhow::Result<()> {
     let gemma = load::gemma(&args.model, &args.load, args.compute.compute)?;
     let steering = args.steer.steering(gemma.config())?;
-    let mut chat = Chat {
-        gemma,
-        steering,
-        args,
-        system: args.system.clone(),
-        messages: Vec::new(),
-        last: None,
-    };
+    let mut chat =
+        Chat { gemma, steering, args, system: args.system.clone(), messages: Vec::new(), last: None };
     if let Some(path) = &args.load_chat {
         chat.load(path)?;
     }

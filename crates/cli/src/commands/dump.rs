@@ -7,6 +7,7 @@ use anyhow::{Context, bail};
 use clap::ValueEnum;
 use lapidary::Config;
 use lapidary::capture::{Captured, Values, Wanted, capture};
+use lapidary::verify::{Formats, made_by, metadata};
 use lapidary_engine::{Prompt, SoftKind, SoftSpan};
 use lapidary_weights::safetensors::{Dtype, File, NewTensor, write};
 
@@ -22,12 +23,15 @@ use crate::steer_args::SteerArgs;
 /// safetensors file: for comparisons with other engines.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Contents of the file, T the number of tokens:\n  \
+tokens [T]               the ids\n  \
 logits [T, V]            after the softcap\n  \
 hidden.N [T, H]          output of layer N after its scalar (--layers)\n  \
 embed, final_norm [T, H] scaled embeddings; the residual after the final norm (--also)\n  \
 attn.N.q, attn.N.o [T, heads, D]     queries; heads before projection (--also attn)\n  \
 router_idx, router_weight [L, T, K]  chosen experts, best first (--also router)\n  \
-per_layer_inputs [T, L, P]           combined per-layer inputs (--also per_layer)\n\n\
+per_layer_inputs [T, L, P]           combined per-layer inputs (--also per_layer)\n  \
+mlp.N [T, H]                         feed-forward block before its post norm (--also mlp)\n  \
+lens.ids, lens.probability [L, T, K] likeliest tokens by the head at each layer (--lens)\n\n\
 Example:\n  lapidary dump -m MODEL --tokens 2,9259,1902 --layers all --dtype f32 -o out.safetensors")]
 pub struct Args {
     #[command(flatten)]
@@ -51,7 +55,10 @@ pub struct Args {
     /// images, types [n] i64 (1 image, 3 audio)
     #[arg(long, value_name = "FILE")]
     pub soft: Option<PathBuf>,
-    /// More to write, separated by commas; attn is of the layers of --layers, or of all
+    /// Logit lens: the K likeliest tokens of the output head applied to each layer's output, 5 when not given
+    #[arg(long, value_name = "K", num_args = 0..=1, default_missing_value = "5", value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub lens: Option<u32>,
+    /// More to write, separated by commas; attn and mlp are of the layers of --layers, or of all
     #[arg(long, value_enum, value_delimiter = ',')]
     pub also: Vec<Also>,
     #[command(flatten)]
@@ -75,6 +82,8 @@ pub enum Also {
     /// Combined per-layer inputs
     #[value(name = "per_layer")]
     PerLayer,
+    /// Feed-forward blocks before their post norm
+    Mlp,
 }
 
 /// A choice of layers.
@@ -127,7 +136,12 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     {
         eprintln!("warning: {} holds values that are not finite", c.name);
     }
-    save(&args.output, &captured)
+    let tokens = args.tokens.iter().map(|&id| i64::from(id)).collect();
+    let shape = vec![args.tokens.len()];
+    let tokens = Captured { name: "tokens".into(), shape, values: Values::I64(tokens) };
+    let all: Vec<Captured> = std::iter::once(tokens).chain(captured).collect();
+    let formats = Formats::of(&checkpoint, config.layers.len());
+    save(&args.output, &all, &metadata(&formats, Some(&made_by(&stepper))))
 }
 
 /// Logits of a row may be a megabyte, so that more rows at once would only cost memory.
@@ -151,18 +165,17 @@ fn wanted(args: &Args, config: &Config) -> anyhow::Result<Wanted> {
     if has(Also::PerLayer) && config.per_layer.is_none() {
         return Err(Usage("--also per_layer: the model has no per-layer inputs; leave it out".into()).into());
     }
-    let attention = match (has(Also::Attn), layers.is_empty()) {
-        (false, _) => Vec::new(),
-        (true, true) => all(),
-        (true, false) => layers.clone(),
-    };
+    let these = || if layers.is_empty() { all() } else { layers.clone() };
+    let attention = if has(Also::Attn) { these() } else { Vec::new() };
     Ok(Wanted {
-        layers,
+        layers: layers.clone(),
         embed: has(Also::Embed),
         final_norm: has(Also::FinalNorm),
         attention,
         router: has(Also::Router),
         per_layer: has(Also::PerLayer),
+        mlp: if has(Also::Mlp) { these() } else { Vec::new() },
+        lens: args.lens.unwrap_or(0) as usize,
     })
 }
 
@@ -238,7 +251,11 @@ fn i64s(file: &File, name: &str) -> anyhow::Result<Option<Vec<i64>>> {
     Ok(Some(file.bytes(entry).as_chunks::<8>().0.iter().map(|b| i64::from_le_bytes(*b)).collect()))
 }
 
-fn save(path: &Path, captured: &[Captured]) -> anyhow::Result<()> {
+pub(crate) fn save(
+    path: &Path,
+    captured: &[Captured],
+    metadata: &BTreeMap<String, String>,
+) -> anyhow::Result<()> {
     let bytes: Vec<Vec<u8>> = captured
         .iter()
         .map(|c| match &c.values {
@@ -256,5 +273,5 @@ fn save(path: &Path, captured: &[Captured]) -> anyhow::Result<()> {
             bytes,
         })
         .collect();
-    Ok(write(path, &tensors, &BTreeMap::new())?)
+    Ok(write(path, &tensors, metadata)?)
 }

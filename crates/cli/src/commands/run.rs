@@ -8,8 +8,10 @@ use lapidary::{ChatInput, Gemma, TemplateSource};
 use serde_json::json;
 
 use crate::load;
+use crate::look_args::LookArgs;
 use crate::model_args::{ComputeFlag, LoadArgs, ModelArgs};
 use crate::sampling_args::SamplingArgs;
+use crate::source;
 use crate::speak::{Show, speak};
 use crate::steer_args::SteerArgs;
 
@@ -44,6 +46,8 @@ pub struct Args {
     #[command(flatten)]
     pub steer: SteerArgs,
     #[command(flatten)]
+    pub look: LookArgs,
+    #[command(flatten)]
     pub compute: ComputeFlag,
     #[command(flatten)]
     pub load: LoadArgs,
@@ -64,8 +68,10 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     let raw = raw(args, &gemma);
     let context = args.load.options(args.compute.compute).context_for(gemma.config());
     let mut options = args.sampling.options(&gemma, if raw { COMPLETION_TOKENS } else { usize::MAX });
+    args.look.ask(&mut options);
     options.steering = args.steer.steering(gemma.config())?;
     let show = if args.json { Show::Nothing } else { Show::Stream };
+    args.look.begin(&mut gemma)?;
     let said = match raw {
         true => speak(gemma.complete(&prompt, &options)?, show, None)?,
         false => {
@@ -77,8 +83,16 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
             speak(gemma.chat(&input, &options)?, show, None)?
         }
     };
+    let timings = args.look.end(&mut gemma)?;
+    args.look.tell(&said, &prompt, &source::name(&args.model), &gemma)?;
     if args.json {
         let mut result = said.json(&gemma, options.sampling.seed);
+        if let Some(timings) = timings {
+            result["timings"] = timings;
+        }
+        if args.look.trace {
+            result["trace"] = serde_json::to_value(&said.traces)?;
+        }
         result["mode"] = json!(if raw { "completion" } else { "chat" });
         writeln!(stdout().lock(), "{result:#}")?;
     } else if let Some(remark) = said.remark(context) {

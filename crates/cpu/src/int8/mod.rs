@@ -18,6 +18,7 @@ mod x86;
 
 pub(crate) use file_rows::decode_file_row;
 pub(crate) use formats::is_packed;
+pub(crate) use kernel::PAIR;
 
 /// Name of the instruction set whose kernel multiplies `format`, if the format is packed.
 pub(crate) fn kernel_name(isa: crate::level::Isa, format: lapidary_formats::Format) -> Option<&'static str> {

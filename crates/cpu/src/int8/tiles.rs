@@ -12,11 +12,11 @@ use super::activations::{BLOCK, QuantRows};
 use super::codes::Codes;
 use super::file_rows::half_values;
 use super::formats::{Kind, with_kind};
-use super::kernel::{Choice, choose};
+use super::kernel::{Choice, PAIR, choose};
 use super::lanes::LANES;
 use super::scaling::Scaling;
 use crate::level::Isa;
-use crate::memory::Aligned;
+use crate::memory::{Aligned, Slabs};
 
 /// Rows in tiles.
 #[derive(Debug)]
@@ -34,11 +34,11 @@ pub(crate) struct Tiles {
 
 impl Tiles {
     /// Room for `view`, if its format is packed; [`pack_tile`](Tiles::pack_tile) fills it.
-    pub fn empty(isa: Isa, view: &TensorView<'_>) -> Result<Option<Tiles>> {
+    pub fn empty(isa: Isa, view: &TensorView<'_>, slabs: &Slabs) -> Result<Option<Tiles>> {
         let Some(tile_bytes) = tile_bytes_of(view.format, view.cols) else { return Ok(None) };
         let choice = choose(isa, view.format).expect("every packed format has kernels");
         let bytes = view.rows.div_ceil(LANES).saturating_mul(tile_bytes);
-        let data = Aligned::zeroed(bytes, &view.name)?;
+        let data = slabs.zeroed(bytes, &view.name)?;
         Ok(Some(Tiles { format: view.format, rows: view.rows, cols: view.cols, choice, tile_bytes, data }))
     }
 
@@ -72,13 +72,14 @@ impl Tiles {
         with_kind!(self.format, K => decode_row::<K>(tile, row % LANES, out));
     }
 
-    /// `out[i, r] = x_i . w_(16 tile + r)`, 16 floats for each row of x; what lies beyond the last row is 0.
-    pub fn product(&self, tile: usize, x: QuantRows<'_>, out: &mut [f32]) {
-        assert!(x.width == self.cols && x.count * x.stride <= x.bytes.len());
-        assert!(x.stride >= super::activations::row_bytes(x.width) && out.len() >= x.count * LANES);
-        let tile = self.tile(tile);
+    /// `out[i, r] = x_i . w_(16 tile + r)` of one tile or two, [`PAIR`] floats from one row of x to the next; what lies
+    /// beyond the last row is 0.
+    pub fn product(&self, tile: usize, tiles: usize, x: QuantRows<'_>, out: &mut [f32]) {
+        assert!(x.width == self.cols && x.count * x.stride <= x.bytes.len() && (1..=2).contains(&tiles));
+        assert!(x.stride >= super::activations::row_bytes(x.width) && out.len() >= x.count * PAIR);
+        let data = &self.data.as_slice()[tile * self.tile_bytes..][..tiles * self.tile_bytes];
         // SAFETY: the kernel was chosen for a level that was detected and for this format; lengths are asserted.
-        unsafe { (self.choice.kernel)(tile.as_ptr(), x, out.as_mut_ptr()) }
+        unsafe { (self.choice.kernel)(data.as_ptr(), tiles, x, out.as_mut_ptr()) }
     }
 
     fn tile(&self, tile: usize) -> &[u8] {
@@ -203,7 +204,9 @@ mod tests {
                     scales: lapidary_formats::Scales::None,
                 };
                 for isa in levels() {
-                    let tiles = Tiles::empty(isa, &view).expect("memory").expect("a packed format");
+                    let tiles = Tiles::empty(isa, &view, &Slabs::default())
+                        .expect("memory")
+                        .expect("a packed format");
                     for tile in 0..rows.div_ceil(LANES) {
                         // SAFETY: nobody else has the tiles.
                         unsafe { tiles.pack_tile(&view, tile) }
@@ -244,9 +247,10 @@ mod tests {
             }
             let rows = QuantRows { bytes: bytes.as_slice(), stride, count: n, width: cols };
             let mut w = vec![0.0f32; cols];
-            let mut out = vec![f32::NAN; n * LANES];
-            for tile in 0..view.rows.div_ceil(LANES) {
-                tiles.product(tile, rows, &mut out);
+            let mut out = vec![f32::NAN; n * PAIR];
+            let all = view.rows.div_ceil(LANES);
+            for tile in 0..all {
+                tiles.product(tile, 1, rows, &mut out);
                 for r in 0..LANES.min(view.rows - tile * LANES) {
                     decode_row(view, tile * LANES + r, &mut w);
                     for i in 0..n {
@@ -256,7 +260,7 @@ mod tests {
                         // with a minimum or an offset sum parts larger than their terms, at most 64 times for
                         // the random scales here.
                         let bound = 64.0 * size * (cols as f64 / 32.0 + 6.0) * f64::from(f32::EPSILON) / 2.0;
-                        let found = f64::from(out[i * LANES + r]);
+                        let found = f64::from(out[i * PAIR + r]);
                         assert!(
                             (found - exact).abs() <= bound,
                             "{} {} {cols} tile {tile} [{i}, {r}]: {found}, exact {exact} +- {bound}",
@@ -267,11 +271,22 @@ mod tests {
                 }
                 for i in 0..n {
                     for count in 1..=(n - i).min(9) {
-                        let mut some = vec![f32::NAN; count * LANES];
-                        tiles.product(tile, rows.slice(i, count), &mut some);
-                        let same =
-                            some.iter().zip(&out[i * LANES..]).all(|(a, b)| a.to_bits() == b.to_bits());
-                        assert!(same, "{} {} rows {i} + {count}", view.format, isa.level());
+                        let mut some = vec![f32::NAN; count * PAIR];
+                        // Beside a neighbour or alone, a tile's bits are the same.
+                        for (first, tiles_at_once) in [(tile, 1), (tile, 2), (tile.wrapping_sub(1), 2)] {
+                            if first > tile || first + tiles_at_once > all {
+                                continue;
+                            }
+                            tiles.product(first, tiles_at_once, rows.slice(i, count), &mut some);
+                            let at = (tile - first) * LANES;
+                            let same = (0..count * LANES).all(|e| {
+                                let (row, lane) = (e / LANES, e % LANES);
+                                let alone = out[(i + row) * PAIR + lane];
+                                some[row * PAIR + at + lane].to_bits() == alone.to_bits()
+                            });
+                            let what = format!("{} {}", view.format, isa.level());
+                            assert!(same, "{what} rows {i} + {count}, tile {tile} of {tiles_at_once}");
+                        }
                     }
                 }
             }

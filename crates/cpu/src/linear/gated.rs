@@ -8,10 +8,14 @@ use lapidary_ops::{Act, Activation};
 
 use super::{Inputs, TILE, rows_at_once, tile_values};
 use crate::buffers::Buffer;
+use crate::int8::PAIR;
 use crate::int8::activations::BLOCK;
 use crate::math;
 use crate::matrix::{Matrix, Part};
 use crate::ops::{CpuOps, Scope};
+
+// A block of hidden values comes from a pair of tiles.
+const _: () = assert!(BLOCK == PAIR);
 
 impl CpuOps<'_> {
     /// Whether `gated_product` can do it: gate and up rows start tiles, and hidden columns are whole blocks.
@@ -55,29 +59,19 @@ impl CpuOps<'_> {
         // SAFETY: the meeting before this verb ended all writes to x, and nobody writes it during the verb.
         let inputs = unsafe { Inputs::of(x, from, n) };
         let scratch = &mut *self.scratch;
-        for first in (col..col + BLOCK).step_by(TILE) {
-            let gates = scratch.results.get(n * TILE);
-            let ups = scratch.results2.get(n * TILE);
-            for (row, values) in [(first, &mut *gates), (out.width() + first, &mut *ups)] {
-                let part: &Part = w.part_of(row);
-                tile_values(
-                    isa,
-                    &part.weights,
-                    row - part.first_row,
-                    TILE,
-                    inputs,
-                    &mut scratch.tile,
-                    values,
-                );
-            }
-            for (i, (g, u)) in gates.chunks(TILE).zip(ups.chunks(TILE)).enumerate() {
-                // SAFETY: these columns belong to the block that this worker has claimed.
-                math::gate(isa, f, g, u, unsafe { out.part_mut(from + i, first, TILE) });
-            }
+        let gates = scratch.results.get(n * PAIR);
+        let ups = scratch.results2.get(n * PAIR);
+        for (row, values) in [(col, &mut *gates), (out.width() + col, &mut *ups)] {
+            let part: &Part = w.part_of(row);
+            let first = row - part.first_row;
+            tile_values(isa, &part.weights, first, BLOCK, inputs, &mut scratch.tile, values);
         }
-        for i in 0..n {
-            // SAFETY: as above.
-            unsafe { out.quantise_part(isa, from + i, col, BLOCK) }
+        for (i, (g, u)) in gates.chunks(PAIR).zip(ups.chunks(PAIR)).enumerate() {
+            // SAFETY: these columns belong to the block that this worker has claimed.
+            unsafe {
+                math::gate(isa, f, g, u, out.part_mut(from + i, col, BLOCK));
+                out.quantise_part(isa, from + i, col, BLOCK);
+            }
         }
     }
 }

@@ -12,6 +12,7 @@ use std::ops::Range;
 use lapidary_ops::{Act, Format};
 
 use crate::buffers::Buffer;
+use crate::int8::PAIR;
 use crate::int8::activations::QuantRows;
 use crate::level::Isa;
 use crate::math;
@@ -20,7 +21,7 @@ use crate::memory::Grow;
 use crate::ops::{CpuOps, Scope};
 use f32::{Bf16, F16, RowsView, dots};
 
-/// Weight rows of a tile.
+/// Weight rows of a tile; [`PAIR`] of them pass x together.
 pub(crate) const TILE: usize = 16;
 /// Rows of x between two writes of a tile's results.
 pub(crate) const X_BLOCK: usize = 64;
@@ -61,7 +62,7 @@ impl CpuOps<'_> {
         // The counter runs over the tiles of all parts, one part after the other.
         let tiles = |p: &Part| p.weights.rows().div_ceil(TILE);
         let total: usize = w.parts.iter().map(tiles).sum();
-        let chunk = (total / (self.workers() * CLAIMS_PER_WORKER)).max(1);
+        let chunk = (total / (self.workers() * CLAIMS_PER_WORKER)).max(1).next_multiple_of(PAIR / TILE);
         while let Some(claim) = self.claim(0, chunk, total) {
             let mut first = 0;
             for part in &w.parts {
@@ -86,21 +87,22 @@ impl CpuOps<'_> {
         let (isa, count) = (self.isa(), self.rows);
         let block = rows_at_once(&part.weights, x, count);
         let scratch = &mut *self.scratch;
-        let results = scratch.results.get(block * TILE);
+        let results = scratch.results.get(block * PAIR);
         for from in (0..count).step_by(block) {
             let n = block.min(count - from);
             // SAFETY: the meeting before this verb ended all writes to x, and nobody writes it during the verb.
             let inputs = unsafe { Inputs::of(x, from, n) };
-            for tile in tiles.clone() {
-                let rows = TILE.min(part.weights.rows() - tile * TILE);
-                tile_values(isa, &part.weights, tile * TILE, rows, inputs, &mut scratch.tile, results);
-                for (i, values) in results.chunks_mut(TILE).take(n).enumerate() {
+            let rows = tiles.start * TILE..(tiles.end * TILE).min(part.weights.rows());
+            for first in rows.clone().step_by(PAIR) {
+                let rows = PAIR.min(rows.end - first);
+                tile_values(isa, &part.weights, first, rows, inputs, &mut scratch.tile, results);
+                for (i, values) in results.chunks_mut(PAIR).take(n).enumerate() {
                     let values = &mut values[..rows];
                     if let Some(cap) = softcap {
                         math::softcap(isa, values, cap);
                     }
-                    let col = part.first_row + tile * TILE;
-                    // SAFETY: these columns belong to the tile that this worker has claimed.
+                    let col = part.first_row + first;
+                    // SAFETY: these columns belong to the tiles that this worker has claimed.
                     unsafe { out.part_mut(from + i, col, rows) }.copy_from_slice(values);
                 }
             }
@@ -120,7 +122,7 @@ pub(crate) fn rows_at_once(weights: &Weights, x: &Buffer, count: usize) -> usize
     }
 }
 
-/// `out[i, j] = x_i . w_(first + j)` for `rows` rows of a part, [`TILE`] floats from one row of x to the next.
+/// `out[i, j] = x_i . w_(first + j)` for up to [`PAIR`] rows of a part, as many floats from one row of x to the next.
 /// `decoded` is room for weights that are not multiplied as they are.
 pub(crate) fn tile_values(
     isa: Isa,
@@ -134,7 +136,7 @@ pub(crate) fn tile_values(
     if let (Weights::Tiles(tiles), Some(blocks)) = (weights, x.blocks)
         && first.is_multiple_of(TILE)
     {
-        return tiles.product(first / TILE, blocks, out);
+        return tiles.product(first / TILE, rows.div_ceil(TILE), blocks, out);
     }
     let k = weights.cols();
     // SAFETY: every bit pattern is a number of each type, as the formats define them.
@@ -149,21 +151,26 @@ pub(crate) fn tile_values(
     let few = x.floats.count <= ROWS_IN_PLACE;
     match (floats, bf16s, f16s) {
         (Some(values), _, _) => {
-            dots(isa, x.floats, RowsView { values, stride: k, count: rows }, k, out, TILE)
+            dots(isa, x.floats, RowsView { values, stride: k, count: rows }, k, out, PAIR)
         }
         (_, Some(values), _) if few => {
-            dots(isa, x.floats, RowsView { values, stride: k, count: rows }, k, out, TILE);
+            dots(isa, x.floats, RowsView { values, stride: k, count: rows }, k, out, PAIR);
         }
         (_, _, Some(values)) if few => {
-            dots(isa, x.floats, RowsView { values, stride: k, count: rows }, k, out, TILE);
+            dots(isa, x.floats, RowsView { values, stride: k, count: rows }, k, out, PAIR);
         }
         _ => {
             let stride = k.next_multiple_of(16);
             let values = decoded.get(TILE * stride);
-            for (r, out) in values.chunks_mut(stride).take(rows).enumerate() {
-                weights.decode_row(isa, first + r, &mut out[..k]);
+            // A tile at a time, so that what is decoded stays in a core's cache.
+            for from in (0..rows).step_by(TILE) {
+                let count = TILE.min(rows - from);
+                for (r, out) in values.chunks_mut(stride).take(count).enumerate() {
+                    weights.decode_row(isa, first + from + r, &mut out[..k]);
+                }
+                let w = RowsView { values: &*values, stride, count };
+                dots(isa, x.floats, w, k, &mut out[from..], PAIR);
             }
-            dots(isa, x.floats, RowsView { values, stride, count: rows }, k, out, TILE);
         }
     }
 }

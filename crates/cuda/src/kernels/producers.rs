@@ -9,9 +9,11 @@ use crate::kernels::attn_decode::PageShape;
 use crate::launch::{Args, Queue, Shape};
 
 const FAMILY: &str = "producers_sm90";
-const RESIDUAL_THREADS: usize = 704;
+/// Blocks that share a row of the residual, and most threads of one; a thread has four values.
+const RESIDUAL_CLUSTER: usize = 8;
+const RESIDUAL_THREADS: usize = 256;
 /// Widest residual.
-pub const MAX_WIDTH: usize = RESIDUAL_THREADS * 8;
+pub const MAX_WIDTH: usize = RESIDUAL_CLUSTER * RESIDUAL_THREADS * 4;
 /// Most experts of a router, and most rows of one call.
 pub const MAX_EXPERTS: usize = 128;
 /// Most rows of a [`Router`] call.
@@ -99,7 +101,7 @@ struct ResidualArgs {
     ld_x: i32,
     width: i32,
     n_outs: i32,
-    store_x: i32,
+    pad: i32,
     eps: f32,
     scalar: f32,
 }
@@ -133,12 +135,13 @@ pub unsafe fn residual(queue: Queue<'_>, call: &Residual) -> Result<()> {
         ld_x: call.x_stride as i32,
         width: call.width as i32,
         n_outs: outs as i32,
-        store_x: 1,
+        pad: 0,
         eps: call.eps,
         scalar: call.scalar,
     };
-    let threads = call.width.div_ceil(8).next_multiple_of(32);
-    let shape = Shape::new(call.rows as u32, threads as u32).dependent();
+    let threads = call.width.div_ceil(RESIDUAL_CLUSTER * 4).next_multiple_of(32);
+    let grid = [RESIDUAL_CLUSTER as u32, call.rows as u32, 1];
+    let shape = Shape::grid(grid, threads as u32).cluster(RESIDUAL_CLUSTER as u32).dependent();
     // SAFETY: the caller's; the shape is the kernel's own.
     unsafe { queue.launch(Kernel::new(FAMILY, "residual"), shape, &args) }
 }

@@ -275,7 +275,7 @@ fn experts_sum_over_whom_each_row_chose() {
             let mut list = vec![groups as i32];
             list.extend(&ids);
             list.resize(129, -1);
-            let mut weights = vec![0.0; groups * 16];
+            let mut weights = vec![0.0; 128 * 16];
             for n in 0..rows {
                 for (j, e) in choice(n).into_iter().enumerate() {
                     let group = ids.iter().position(|&id| id == e as i32).unwrap();

@@ -1,5 +1,7 @@
 //! Who holds pages: admission by rank, and pre-emption from below.
 
+use std::ops::Bound;
+
 use lapidary_ops::{GROUPS, Group, PAGE_TOKENS};
 
 use super::Scheduler;
@@ -10,8 +12,22 @@ impl Scheduler {
     /// them know are there. A request that does not fit keeps those behind it out: otherwise small ones could
     /// pass it for ever.
     pub(super) fn admit(&mut self) {
-        while let Some((&rank, sequence)) = self.waiting.first_key_value() {
-            let need = self.need(sequence);
+        let mut from = None;
+        loop {
+            let after = from.map_or(Bound::Unbounded, Bound::Excluded);
+            let Some((&rank, sequence)) = self.waiting.range((after, Bound::Unbounded)).next() else {
+                return;
+            };
+            if self.comes_behind(rank, sequence) {
+                // It needs next to nothing once the other is there; whoever is next may go before.
+                from = Some(rank);
+                continue;
+            }
+            let found = self.find(sequence);
+            let mut need = self.need(sequence);
+            for (need, live) in need.iter_mut().zip(self.live(sequence, found.usable)) {
+                *need -= live;
+            }
             let leaving = match self.running.is_empty() {
                 true => Some(0),
                 false => self.must_leave(rank, need),
@@ -21,7 +37,10 @@ impl Scheduler {
                 let lowest = *self.running.last_key_value().expect("counted among the running").0;
                 self.preempt(lowest);
             }
-            let sequence = self.waiting.remove(&rank).expect("seen above");
+            let mut sequence = self.waiting.remove(&rank).expect("seen above");
+            // Those that left may have left snapshots, for which others were given up.
+            let found = if leaving > 0 { self.find(&sequence) } else { found };
+            self.go_on(&mut sequence, found);
             self.running.insert(rank, sequence);
         }
     }
@@ -47,8 +66,10 @@ impl Scheduler {
             }
             let (_, sequence) = lowest.next().filter(|(r, _)| **r > rank)?;
             let promised = self.need(sequence);
-            for g in 0..GROUPS {
-                free[g] += promised[g].max(sequence.pages.held(Group::ALL[g])) as i64;
+            for group in Group::ALL {
+                let held = sequence.pages.held(group);
+                let own = self.pool.own(&sequence.pages, group);
+                free[group.index()] += (promised[group.index()].saturating_sub(held) + own) as i64;
             }
             leaving += 1;
         }
@@ -83,6 +104,10 @@ impl Scheduler {
             let room = self.pool.reach(&sequence.pages).saturating_sub(cursor);
             let rows = if room < rows { sequence.fit(cursor, room) } else { rows };
             if rows > 0 {
+                let missing = self.pool.missing(&sequence.pages, cursor + rows);
+                if let Some(tree) = &mut self.prefix {
+                    Group::ALL.iter().for_each(|&g| tree.evict(&mut self.pool, g, missing[g.index()]));
+                }
                 let grown = self.pool.grow(&mut sequence.pages, cursor + rows);
                 grown.expect("no further than the pool reaches");
                 return rows;
@@ -97,6 +122,7 @@ impl Scheduler {
 
     fn preempt(&mut self, rank: Rank) {
         let mut sequence = self.running.remove(&rank).expect("only those that run are pre-empted");
+        self.keep_end(&mut sequence);
         self.pool.free(sequence.start_over());
         self.waiting.insert(rank, sequence);
         self.stats.preemptions += 1;

@@ -1,13 +1,15 @@
 //! One request as rows: those of its prompt, then its answer's tokens.
 
+use std::collections::VecDeque;
 use std::time::Duration;
 
 use lapidary_model::Config;
-use lapidary_ops::Batch;
+use lapidary_ops::{Batch, PAGE_TOKENS};
 
 use super::RequestId;
 use crate::generate::FinishReason;
 use crate::pages::SequencePages;
+use crate::prefix::{Chain, Content};
 use crate::prompt::{Checked, push_token};
 
 /// Place in the order of requests; lower goes first.
@@ -34,6 +36,12 @@ pub(super) struct Sequence {
     pub last_token_at: Duration,
     /// The last step that had rows of it.
     pub last_step: u64,
+    /// Names of its blocks, where prefixes are kept.
+    pub chain: Option<Chain>,
+    /// Blocks after which a snapshot is wanted, ascending.
+    pub places: VecDeque<usize>,
+    /// Numbers of blocks after which it left a snapshot.
+    pub kept: Vec<usize>,
     prompt: Checked<'static>,
     answer: Vec<u32>,
     /// Rows with keys and values.
@@ -42,14 +50,18 @@ pub(super) struct Sequence {
     was: usize,
     max_tokens: usize,
     stop_ids: Vec<u32>,
+    /// The first token of the prompt whose probability is wanted and not known yet.
+    score_from: Option<usize>,
 }
 
 impl Sequence {
     pub fn new(
         id: RequestId,
         prompt: Checked<'static>,
+        chain: Option<Chain>,
         max_tokens: usize,
         stop_ids: Vec<u32>,
+        score_from: Option<usize>,
         now: Duration,
     ) -> Sequence {
         Sequence {
@@ -57,12 +69,16 @@ impl Sequence {
             pages: SequencePages::default(),
             last_token_at: now,
             last_step: 0,
+            chain,
+            places: VecDeque::new(),
+            kept: Vec::new(),
             prompt,
             answer: Vec::new(),
             cursor: 0,
             was: 0,
             max_tokens,
             stop_ids,
+            score_from,
         }
     }
 
@@ -101,6 +117,48 @@ impl Sequence {
         }
     }
 
+    /// Whether the logits of a row say how likely the prompt's next token is, and that is wanted.
+    pub fn scores(&self, row: usize) -> bool {
+        let next = row + 1;
+        let wanted = self.score_from.is_some_and(|from| from <= next) && next < self.prompt.len();
+        wanted && self.prompt.text(next).is_some()
+    }
+
+    /// Whether tokens of an answer are wanted.
+    pub fn answers(&self) -> bool {
+        self.max_tokens > 0
+    }
+
+    /// How many of `rows` rows from `from` on have logits.
+    pub fn heads(&self, from: usize, rows: usize) -> usize {
+        let scored = match self.score_from {
+            None => 0,
+            Some(_) => (from..from + rows).filter(|row| self.scores(*row)).count(),
+        };
+        scored + usize::from(rows > 0 && from + rows == self.known() && self.answers())
+    }
+
+    /// Most rows from `from` on, at most `rows`, of which no more than `heads` have logits.
+    pub fn within_heads(&self, from: usize, rows: usize, heads: usize) -> usize {
+        if self.heads(from, rows) <= heads {
+            return rows;
+        }
+        let mut left = heads;
+        for row in from..from + rows {
+            let wanted = self.heads(row, 1);
+            if wanted > left {
+                return row - from;
+            }
+            left -= wanted;
+        }
+        rows
+    }
+
+    /// Most blocks of an earlier request that it can go on from: rows whose logits are wanted must run.
+    pub fn reusable(&self) -> usize {
+        reusable(self.known(), self.score_from)
+    }
+
     /// Rows from the cursor that must run together.
     pub fn unit(&self) -> usize {
         match self.cursor < self.prompt.len() {
@@ -125,9 +183,12 @@ impl Sequence {
         self.was.saturating_sub(self.cursor).min(rows)
     }
 
-    /// Rows before `cursor` have keys and values.
+    /// Rows before `cursor` have keys and values, and their logits were looked at.
     pub fn advance(&mut self, cursor: usize) {
         self.cursor = cursor;
+        if let Some(from) = &mut self.score_from {
+            *from = (*from).max(cursor + 1);
+        }
     }
 
     /// Adds a token to the answer, unless it is one that ends it.
@@ -136,11 +197,34 @@ impl Sequence {
             return Some(FinishReason::Stop(token));
         }
         self.answer.push(token);
+        if let Some(chain) = &mut self.chain {
+            chain.push(Content::Text(token));
+        }
         self.last_token_at = now;
         if self.answer.len() >= self.max_tokens {
             return Some(FinishReason::Length);
         }
         (self.known() > context).then_some(FinishReason::ContextFull)
+    }
+
+    /// Most blocks, at most `blocks`, whose end splits no vision block: rows before it see none behind it.
+    pub fn parting(&self, blocks: usize) -> usize {
+        let splits = |blocks: usize| {
+            let border = blocks * PAGE_TOKENS;
+            border <= self.prompt.len() && self.prompt.unit_end(border - 1) > border
+        };
+        (1..=blocks).rev().find(|blocks| !splits(*blocks)).unwrap_or(0)
+    }
+
+    /// The prompt.
+    pub fn prompt(&self) -> &Checked<'static> {
+        &self.prompt
+    }
+
+    /// Takes over pages that hold the rows before `cursor`.
+    pub fn go_on(&mut self, pages: SequencePages, cursor: usize) {
+        self.pages = pages;
+        self.cursor = cursor;
     }
 
     /// Goes back to the start and hands over its pages.
@@ -149,4 +233,9 @@ impl Sequence {
         self.cursor = 0;
         std::mem::take(&mut self.pages)
     }
+}
+
+/// Most blocks that a sequence of `known` rows, whose logits are wanted from token `score_from` on, need not run.
+pub(super) fn reusable(known: usize, score_from: Option<usize>) -> usize {
+    score_from.map_or(known, |from| from.min(known)).saturating_sub(1) / PAGE_TOKENS
 }

@@ -256,3 +256,29 @@ pub fn lasting(random: &mut Random, len: usize, answer: usize, window: usize, co
         }
     }
 }
+
+/// A request that begins as an earlier one did: the same again, cut and gone on with otherwise, or gone on with
+/// after its answer.
+pub fn follow(random: &mut Random, before: &Submission, answer: &[u32], context: usize) -> Submission {
+    let mut tokens = before.prompt.tokens.clone();
+    let keep = match random.below(4) {
+        0 => tokens.len(),
+        1 => {
+            tokens.extend(answer);
+            tokens.len()
+        }
+        _ => 1 + random.below(tokens.len()),
+    };
+    tokens.truncate(keep.min(context));
+    let len = tokens.len();
+    let tail = random.below(40).min(context - len);
+    tokens.extend((0..tail).map(|_| random.below(VOCAB) as u32));
+    let mut soft = Vec::new();
+    for span in before.prompt.soft.iter().filter(|s| s.start < len) {
+        let rows = (span.values.len() / HIDDEN).min(len - span.start);
+        soft.push(SoftSpan { values: span.values[..rows * HIDDEN].to_vec(), ..*span });
+    }
+    let longest = if random.once_in(8) { 150 } else { 40 };
+    let max_tokens = 1 + random.below(longest);
+    Submission { prompt: Prompt { tokens, soft }, max_tokens, ..Submission::default() }
+}

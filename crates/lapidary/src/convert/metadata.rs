@@ -6,18 +6,19 @@ use lapidary_ops::Group;
 use lapidary_weights::gguf::{Value as Gguf, Writer};
 use serde_json::Value;
 
+use super::Types;
 use super::error::Result;
 use super::vocabulary::Vocabulary;
 
 /// `general.*`.
-pub(super) fn general(w: &mut Writer, config: &Config, name: &str, format: Format) -> Result<()> {
+pub(super) fn general(w: &mut Writer, config: &Config, name: &str, types: Types) -> Result<()> {
     w.set("general.architecture", architecture_name(config))?;
     w.set("general.type", "model")?;
     w.set("general.name", name)?;
-    if let Some(number) = file_type(format) {
+    if let Some(number) = file_type(types) {
         w.set("general.file_type", number)?;
     }
-    if !matches!(format, Format::F32 | Format::F16 | Format::Bf16) {
+    if !matches!(types.base(), Format::F32 | Format::F16 | Format::Bf16) {
         w.set("general.quantization_version", 2u32)?;
     }
     Ok(())
@@ -31,7 +32,11 @@ fn architecture_name(config: &Config) -> &'static str {
 }
 
 /// The number by which files name the type that most matrices have.
-fn file_type(format: Format) -> Option<u32> {
+fn file_type(types: Types) -> Option<u32> {
+    let format = match types {
+        Types::Mix(mix) => return Some(mix.file_type()),
+        Types::All(format) => format,
+    };
     Some(match format {
         Format::F32 => 0,
         Format::F16 => 1,

@@ -1,24 +1,30 @@
-//! A safetensors checkpoint as one GGUF file, weights in a format of choice.
+//! A safetensors checkpoint as one GGUF file, or as safetensors in another layout, weights in a format of choice.
 //!
 //! Keys and names are those that published Gemma 4 and Gemma 3 files have, so other engines read the result too. The
 //! same checkpoint and options give the same bytes.
 //!
-//! What is left out: tensors that no engine reads (keys and values of layers that use another layer's, hints for FP8
+//! What GGUF files leave out: tensors that no engine reads (keys and values of layers that use another layer's, hints for FP8
 //! caches, a head equal to the embedding), and everything that isn't text.
 
 mod error;
 mod metadata;
+mod report;
+mod safetensors;
 mod tensors;
 mod vocabulary;
 
 use std::path::{Path, PathBuf};
 
+pub use crate::mix::Mix;
 pub use error::{ConvertError, Result};
 use lapidary_formats::Format;
 use lapidary_model::{Config, Family};
 use lapidary_text::{Builtin, ChatTemplate};
+pub use lapidary_weights::export::Layout;
 use lapidary_weights::gguf::{GgmlType, GgufError, Version, Writer};
 use lapidary_weights::{Checkpoint, ConfigSource, Error as WeightsError};
+pub use report::{ConvertReport, EncodingError, Fallback, MatrixReport};
+pub use safetensors::to_safetensors;
 use serde_json::Value;
 
 use self::tensors::{Planned, plan};
@@ -27,9 +33,8 @@ use self::vocabulary::Vocabulary;
 /// What a conversion leaves open.
 #[derive(Clone, Debug)]
 pub struct ConvertOptions {
-    /// The format of every matrix, the embedding included. Router and norms are float32 always. A matrix whose rows
-    /// aren't whole blocks of the format gets Q8_0, or else BF16; [`ConvertReport::fallbacks`] names those.
-    pub format: Format,
+    /// The types of the matrices. Router and norms are float32 always.
+    pub types: Types,
     /// `general.name`; the checkpoint's folder without one.
     pub name: Option<String>,
     /// The chat template to store, as Jinja source. [`chat_template`] gives the project's own.
@@ -37,36 +42,39 @@ pub struct ConvertOptions {
 }
 
 impl ConvertOptions {
-    /// This format, no chat template.
+    /// This format for all matrices, no chat template.
     pub fn new(format: Format) -> ConvertOptions {
-        ConvertOptions { format, name: None, chat_template: None }
+        ConvertOptions { types: Types::All(format), name: None, chat_template: None }
     }
 }
 
-/// A matrix that couldn't have the chosen format.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Fallback {
-    /// Its name in the GGUF file.
-    pub tensor: String,
-    /// Values in a row, no whole number of the chosen format's blocks.
-    pub cols: usize,
-    /// What it got.
-    pub format: Format,
+/// The types of a GGUF file's matrices. One whose rows aren't whole blocks of its type gets another;
+/// [`ConvertReport::fallbacks`] names those.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Types {
+    /// One format for every matrix, the embedding included; in its place Q8_0, or else BF16.
+    All(Format),
+    /// llama-quantize's choice, tensor by tensor.
+    Mix(Mix),
 }
 
-/// What came of a conversion.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct ConvertReport {
-    /// Length of the file.
-    pub bytes: u64,
-    /// Tensors in it.
-    pub tensors: usize,
-    /// Matrices in another format than the chosen one.
-    pub fallbacks: Vec<Fallback>,
-    /// Tensors of the checkpoint that nobody reads and the file lacks.
-    pub dropped: Vec<String>,
-    /// What else a user should hear of.
-    pub notes: Vec<String>,
+impl Types {
+    /// The type of most matrices.
+    pub fn base(self) -> Format {
+        match self {
+            Types::All(format) => format,
+            Types::Mix(mix) => mix.base(),
+        }
+    }
+}
+
+/// How far a conversion is: bytes written, and bytes in all.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Written {
+    /// So far.
+    pub done: u64,
+    /// In all.
+    pub total: u64,
 }
 
 /// Writes `checkpoint` to the file `out`. The tokenizer is taken from the `tokenizer.json` beside the checkpoint. At any
@@ -75,13 +83,27 @@ pub struct ConvertReport {
 /// # Errors
 /// Any [`ConvertError`]; the file that was at `out` is untouched then.
 pub fn to_gguf(checkpoint: &Checkpoint, out: &Path, options: &ConvertOptions) -> Result<ConvertReport> {
-    if GgmlType::of(options.format).is_none() {
-        return Err(ConvertError::NoGgufType { format: options.format });
+    to_gguf_with(checkpoint, out, options, &mut |_| {})
+}
+
+/// [`to_gguf`], which tells `progress` how far it is.
+///
+/// # Errors
+/// As [`to_gguf`].
+pub fn to_gguf_with(
+    checkpoint: &Checkpoint,
+    out: &Path,
+    options: &ConvertOptions,
+    progress: &mut dyn FnMut(Written),
+) -> Result<ConvertReport> {
+    let base = options.types.base();
+    if GgmlType::of(base).is_none() {
+        return Err(ConvertError::NoGgufType { format: base });
     }
     let (config, generation) = described(checkpoint)?;
     expressible(&config)?;
     let mut report = ConvertReport { notes: config.notes.clone(), ..ConvertReport::default() };
-    let tensors = plan(checkpoint, &config, options.format, &mut report)?;
+    let tensors = plan(checkpoint, &config, options.types, &mut report)?;
     let vocabulary = match &checkpoint.text_files().tokenizer {
         Some(path) => Some(Vocabulary::read(path, config.vocab)?),
         None => {
@@ -93,7 +115,7 @@ pub fn to_gguf(checkpoint: &Checkpoint, out: &Path, options: &ConvertOptions) ->
     };
 
     let mut writer = Writer::new(Version::V3);
-    metadata::general(&mut writer, &config, &name_of(checkpoint, options), options.format)?;
+    metadata::general(&mut writer, &config, &name_of(checkpoint, options), options.types)?;
     metadata::architecture(&mut writer, &config)?;
     metadata::sampling(&mut writer, generation)?;
     if let Some(vocabulary) = &vocabulary {
@@ -108,7 +130,15 @@ pub fn to_gguf(checkpoint: &Checkpoint, out: &Path, options: &ConvertOptions) ->
         writer.tensor(&tensor.name, &tensor.dims, kind)?;
     }
     report.tensors = tensors.len();
-    report.bytes = write(checkpoint, &config, writer, &tensors, out)?;
+    let total = tensors.iter().map(Planned::bytes).sum();
+    let mut done = 0;
+    report.bytes = write(checkpoint, &config, writer, &tensors, out, &mut |event| match event {
+        Event::Bytes(n) => {
+            done += n;
+            progress(Written { done, total });
+        }
+        Event::Matrix(matrix) => report.matrices.push(matrix),
+    })?;
     Ok(report)
 }
 
@@ -175,6 +205,12 @@ fn name_of(checkpoint: &Checkpoint, options: &ConvertOptions) -> String {
     options.name.clone().or_else(folder).unwrap_or_else(|| "model".to_owned())
 }
 
+/// What happens while a file is written.
+enum Event {
+    Bytes(u64),
+    Matrix(MatrixReport),
+}
+
 /// Writes beside `out` and renames, so that an error leaves no half a model and a mapped file stays whole.
 fn write(
     checkpoint: &Checkpoint,
@@ -182,6 +218,7 @@ fn write(
     writer: Writer,
     tensors: &[Planned],
     out: &Path,
+    tell: &mut dyn FnMut(Event),
 ) -> Result<u64> {
     let mut name = out.file_name().unwrap_or_default().to_owned();
     name.push(".part");
@@ -189,13 +226,17 @@ fn write(
     let in_file = |error| GgufError::InFile { path: part.0.clone(), source: Box::new(error) };
     let mut body = writer.create(&part.0)?;
     for tensor in tensors {
-        tensor.write(checkpoint, config, &mut |bytes| {
-            body.write(&tensor.name, bytes).map_err(|error| in_file(error).into())
+        let matrix = tensor.write(checkpoint, config, &mut |bytes| {
+            body.write(&tensor.name, bytes).map_err(|error| ConvertError::from(in_file(error)))?;
+            tell(Event::Bytes(bytes.len() as u64));
+            Ok(())
         })?;
+        matrix.into_iter().for_each(|m| tell(Event::Matrix(m)));
     }
     let io = |source| ConvertError::Io { path: part.0.clone(), source };
     let file = body.finish().map_err(in_file)?;
     let bytes = file.get_ref().metadata().map_err(io)?.len();
+    file.get_ref().sync_all().map_err(io)?;
     drop(file);
     std::fs::rename(&part.0, out).map_err(|source| ConvertError::Io { path: out.to_owned(), source })?;
     Ok(bytes)

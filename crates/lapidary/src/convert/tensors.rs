@@ -9,7 +9,8 @@ use lapidary_weights::names::{Spelling, spell};
 use lapidary_weights::{Checkpoint, ExpertPart, LayerRole, Role};
 
 use super::error::{ConvertError, Result};
-use super::{ConvertReport, Fallback};
+use super::{ConvertReport, EncodingError, Fallback, MatrixReport, Types};
+use crate::mix::{self, Matrix, Mix, Model};
 
 /// Values that are encoded at a time.
 const PIECE_VALUES: usize = 1 << 20;
@@ -23,6 +24,8 @@ pub(super) struct Planned {
     /// Row length first.
     pub(super) dims: Vec<u64>,
     pub(super) format: Format,
+    /// Whether the format is left to the choice of types.
+    open: bool,
     content: Content,
 }
 
@@ -57,21 +60,21 @@ enum Content {
 pub(super) fn plan(
     checkpoint: &Checkpoint,
     config: &Config,
-    format: Format,
+    types: Types,
     report: &mut ConvertReport,
 ) -> Result<Vec<Planned>> {
-    let mut plan = Plan { checkpoint, format, list: Vec::new(), used: HashSet::new(), report };
+    let mut plan = Plan { checkpoint, list: Vec::new(), used: HashSet::new(), report };
     plan.model(config)?;
     for (n, layer) in config.layers.iter().enumerate() {
         plan.layer(config, n as u32, layer)?;
     }
     plan.account_for_the_rest(config)?;
+    plan.assign(types, config);
     Ok(plan.list)
 }
 
 struct Plan<'a> {
     checkpoint: &'a Checkpoint,
-    format: Format,
     list: Vec<Planned>,
     used: HashSet<Role>,
     report: &'a mut ConvertReport,
@@ -150,7 +153,7 @@ impl Plan<'_> {
         self.norm(at(PostFfnNorm1), hidden)?;
         self.norm(at(PostFfnNorm2), hidden)?;
         // A wrong choice of experts costs more than the bytes.
-        self.matrix_in(at(Router), experts, hidden, Format::F32)?;
+        self.matrix_in(at(Router), experts, hidden, false)?;
         self.vector(at(RouterScale), hidden)?;
         let both: &[_] = &[ExpertPart::Gate, ExpertPart::Up];
         for (role, parts, rows, cols) in
@@ -162,25 +165,24 @@ impl Plan<'_> {
                 }
             }
             let name = spelled(at(role));
-            let format = self.choose(&name, cols);
             let dims = vec![cols as u64, (parts.len() * rows) as u64, experts as u64];
             let content = Content::Experts { layer: n, parts, experts, rows, cols };
-            self.list.push(Planned { name, dims, format, content });
+            self.list.push(Planned { name, dims, format: Format::F32, open: true, content });
         }
         self.vector(at(PerExpertScale), experts)
     }
 
     fn matrix(&mut self, role: Role, rows: usize, cols: usize) -> Result<()> {
-        let format = self.choose(&spelled(role), cols);
-        self.matrix_in(role, rows, cols, format)
+        self.matrix_in(role, rows, cols, true)
     }
 
-    fn matrix_in(&mut self, role: Role, rows: usize, cols: usize, format: Format) -> Result<()> {
+    /// A matrix that is `open` to the choice of types, or float32.
+    fn matrix_in(&mut self, role: Role, rows: usize, cols: usize, open: bool) -> Result<()> {
         self.checkpoint.expect(role, rows, cols)?;
         self.used.insert(role);
         let dims = vec![cols as u64, rows as u64];
         let content = Content::Matrix { role, rows, cols };
-        self.list.push(Planned { name: spelled(role), dims, format, content });
+        self.list.push(Planned { name: spelled(role), dims, format: Format::F32, open, content });
         Ok(())
     }
 
@@ -199,15 +201,35 @@ impl Plan<'_> {
         Ok(())
     }
 
-    /// The chosen format where rows are whole blocks of it, else the finest block format, else none.
-    fn choose(&mut self, name: &str, cols: usize) -> Format {
-        let whole = |format: &Format| format.row_bytes(cols).is_some();
-        let choices = [self.format, Format::Q8_0, Format::Bf16];
-        let format = choices.into_iter().find(whole).expect("BF16 has blocks of one value");
-        if format != self.format {
-            self.report.fallbacks.push(Fallback { tensor: name.to_owned(), cols, format });
+    /// Gives every open matrix its type, or one whose blocks fit its rows.
+    fn assign(&mut self, types: Types, config: &Config) {
+        let open: Vec<&Planned> = self.list.iter().filter(|t| t.open).collect();
+        let matrices: Vec<Matrix<'_>> =
+            open.iter().map(|t| Matrix { name: &t.name, cols: t.dims[0] as usize }).collect();
+        let experts = config.moe.map_or(0, |m| m.experts);
+        let model = Model { layers: config.layers.len(), experts, plain: Format::Bf16 };
+        let wanted = match types {
+            Types::All(format) => vec![format; matrices.len()],
+            Types::Mix(mix) => Mix::formats(mix, model, &matrices),
+        };
+        let fitting = |wanted: Format, cols: usize| {
+            let second = match types {
+                Types::All(_) => Some(Format::Q8_0),
+                Types::Mix(_) => mix::whole_blocks(wanted, cols),
+            };
+            let choices = [Some(wanted), second, Some(Format::Bf16)];
+            let whole = |f: &Format| f.row_bytes(cols).is_some();
+            choices.into_iter().flatten().find(whole).expect("BF16 has blocks of one value")
+        };
+        let formats: Vec<(Format, Format)> =
+            wanted.iter().zip(&matrices).map(|(&f, m)| (f, fitting(f, m.cols))).collect();
+        for (tensor, (wanted, format)) in self.list.iter_mut().filter(|t| t.open).zip(formats) {
+            tensor.format = format;
+            if format != wanted {
+                let (name, cols) = (tensor.name.clone(), tensor.dims[0] as usize);
+                self.report.fallbacks.push(Fallback { tensor: name, cols, format });
+            }
         }
-        format
     }
 
     /// Every tensor of the checkpoint is written, known to be unused, or an error.
@@ -249,40 +271,73 @@ fn rope_divisors(config: &Config, head_dim: usize) -> Vec<f32> {
 
 impl Planned {
     fn plain(name: String, len: usize, content: Content) -> Planned {
-        Planned { name, dims: vec![len as u64], format: Format::F32, content }
+        Planned { name, dims: vec![len as u64], format: Format::F32, open: false, content }
     }
 
-    /// Passes the tensor's bytes to `sink` in order.
+    /// Bytes that [`Planned::write`] passes on.
+    pub(super) fn bytes(&self) -> u64 {
+        let blocks = self.dims.iter().product::<u64>() / self.format.block_len() as u64;
+        blocks * self.format.block_bytes() as u64
+    }
+
+    /// Passes the tensor's bytes to `sink` in order; what a matrix lost thereby.
     pub(super) fn write(
         &self,
         checkpoint: &Checkpoint,
         config: &Config,
         sink: &mut dyn FnMut(&[u8]) -> Result<()>,
-    ) -> Result<()> {
+    ) -> Result<Option<MatrixReport>> {
+        let mut encode = Encode { format: self.format, from: None, error: EncodingError::default() };
         match self.content {
-            Content::Matrix { role, rows, cols } => self.encode(&checkpoint.expect(role, rows, cols)?, sink),
+            Content::Matrix { role, rows, cols } => {
+                encode.matrix(checkpoint, &checkpoint.expect(role, rows, cols)?, sink)?;
+            }
             Content::Experts { layer, parts, experts, rows, cols } => {
                 for e in 0..experts as u32 {
                     for &part in parts {
-                        self.encode(&checkpoint.expect_expert(layer, e, part, rows, cols)?, sink)?;
+                        let view = checkpoint.expect_expert(layer, e, part, rows, cols)?;
+                        encode.matrix(checkpoint, &view, sink)?;
                     }
                 }
-                Ok(())
             }
-            Content::Vector { role, len } => sink(&bytes_of(&checkpoint.expect_vector(role, len)?)),
+            Content::Vector { role, len } => sink(&bytes_of(&checkpoint.expect_vector(role, len)?))?,
             Content::Norm { role, len } => {
                 let mut values = checkpoint.expect_vector(role, len)?;
                 if config.norm_plus_one {
                     values.iter_mut().for_each(|v| *v += 1.0);
                 }
-                sink(&bytes_of(&values))
+                sink(&bytes_of(&values))?;
             }
-            Content::Values(ref values) => sink(&bytes_of(values)),
+            Content::Values(ref values) => sink(&bytes_of(values))?,
         }
+        Ok(encode.from.map(|from| MatrixReport {
+            tensor: self.name.clone(),
+            rows: self.dims[1..].iter().product::<u64>() as usize,
+            cols: self.dims[0] as usize,
+            from,
+            format: self.format,
+            error: encode.error,
+        }))
     }
+}
 
+/// The encoding of one tensor's matrices.
+struct Encode {
+    format: Format,
+    /// The format that they were read in.
+    from: Option<Format>,
+    error: EncodingError,
+}
+
+impl Encode {
     /// A matrix in the tensor's format. GGUF's blocks lie inside rows, so pieces of rows can be encoded apart.
-    fn encode(&self, view: &TensorView<'_>, sink: &mut dyn FnMut(&[u8]) -> Result<()>) -> Result<()> {
+    fn matrix(
+        &mut self,
+        checkpoint: &Checkpoint,
+        view: &TensorView<'_>,
+        sink: &mut dyn FnMut(&[u8]) -> Result<()>,
+    ) -> Result<()> {
+        self.from = Some(view.format);
         let rows_at_once = (PIECE_VALUES / view.cols).max(1);
         let mut values = vec![0.0; rows_at_once.min(view.rows) * view.cols];
         for first in (0..view.rows).step_by(rows_at_once) {
@@ -293,8 +348,15 @@ impl Planned {
             }
             let encoded = encode_rows(self.format, piece, rows, view.cols)
                 .map_err(|source| ConvertError::Encode { tensor: view.name.clone(), source })?;
+            let written = encoded.view(view.name.as_str());
+            let mut back = vec![0.0; view.cols];
+            for (row, values) in piece.chunks_exact(view.cols).enumerate() {
+                decode_row(&written, row, &mut back);
+                self.error.add(values, &back);
+            }
             sink(&encoded.bytes)?;
         }
+        checkpoint.release(view);
         Ok(())
     }
 }

@@ -6,23 +6,38 @@
 //!
 //! Deliberately absent: wire formats, HTTP, and anything about the device.
 
+mod align;
+mod check;
+mod engine;
 mod error;
 mod event;
+mod guide;
+mod job;
+mod pipeline;
 mod reply;
 mod request;
+pub mod scripted;
+mod sink;
 
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use lapidary_engine::{Engine, EngineOptions};
 use lapidary_model::Progress;
-use lapidary_text::{ChatTemplate, Tokenizer};
+use lapidary_text::{ChatInput, ChatTemplate, GrammarCompiler, Tokenizer, parse_call_arguments};
 use lapidary_weights::Checkpoint;
 
-use crate::error::Result;
+use crate::error::{Error, Result};
+use crate::gemma::{LoadedText, load_with_text};
 use crate::{Defaults, LoadOptions, TemplateSource};
+use job::Job;
 
+pub use engine::{Cancel, TokenEngine};
 pub use error::RequestError;
 pub use event::{FinishKind, ServiceEvent, ServiceUsage, TokenLogprob, TopLogprob};
+pub use lapidary_engine::PrefixOptions;
+pub use lapidary_engine::metrics::{EngineStats, Histogram, PageUse};
 pub use reply::{Reply, WholeReply};
 pub use request::{
     Bos, ChatRequest, CompletionPrompt, CompletionRequest, Format, GenerationParams, Markers, ParallelCalls,
@@ -42,8 +57,18 @@ pub struct ServiceOptions {
     pub max_n: usize,
     /// Most of the likeliest tokens that a request may ask for beside each token.
     pub max_logprobs: u32,
-    /// Most waiting requests before [`RequestError::Overloaded`], and when to come back.
+    /// When to come back after [`RequestError::Overloaded`].
     pub retry_after: Duration,
+    /// The pools hold that many sequences of the whole context. More replies run side by side while they are shorter.
+    pub sequences: usize,
+    /// Most replies that are made side by side.
+    pub running: usize,
+    /// Most that wait beside them; one more is [`RequestError::Overloaded`].
+    pub waiting: usize,
+    /// Running replies get a token at least that often while prompts are fed.
+    pub max_stall: Duration,
+    /// What is kept of earlier requests.
+    pub prefix: PrefixOptions,
 }
 
 impl Default for ServiceOptions {
@@ -55,6 +80,11 @@ impl Default for ServiceOptions {
             max_n: 128,
             max_logprobs: 20,
             retry_after: Duration::from_secs(1),
+            sequences: 4,
+            running: 64,
+            waiting: 256,
+            max_stall: Duration::from_millis(200),
+            prefix: PrefixOptions::default(),
         }
     }
 }
@@ -77,13 +107,15 @@ pub struct ModelInfo {
 }
 
 /// What goes on, for metrics.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct ServiceStats {
     /// Replies in the making that have pages.
     pub running: usize,
     /// Replies that wait.
     pub waiting: usize,
+    /// All that the engine counts.
+    pub engine: EngineStats,
 }
 
 /// A model that answers many requests at once. Clones share it.
@@ -92,44 +124,102 @@ pub struct Service {
     inner: Arc<Inner>,
 }
 
-#[derive(Debug)]
 struct Inner {
+    engine: Box<dyn TokenEngine>,
     tokenizer: Arc<Tokenizer>,
     template: ChatTemplate,
+    grammars: GrammarCompiler,
+    options: ServiceOptions,
     info: ModelInfo,
+}
+
+impl std::fmt::Debug for Inner {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Inner").field("info", &self.info).finish_non_exhaustive()
+    }
 }
 
 impl Service {
     /// Loads a model and starts its engine.
     ///
     /// # Errors
-    /// What loading fails with; with [`ServiceOptions::strict_template`] a template with unknown markers.
+    /// What loading fails with; with [`ServiceOptions::strict_template`], [`Error::UnknownMarkers`] for a template with
+    /// markers that the vocabulary lacks.
     pub fn start(
         checkpoint: &Checkpoint,
         load: &LoadOptions,
         options: ServiceOptions,
         progress: &mut dyn FnMut(Progress),
     ) -> Result<Service> {
-        let _ = (checkpoint, load, options, progress);
-        unimplemented!("Service::start")
+        let running = options.running.max(1);
+        let load = LoadOptions { head_rows: load.head_rows.max(running.min(64)), ..load.clone() };
+        let (runner, text) = load_with_text(checkpoint, &load, progress)?;
+        refuse_unknown_markers(&options, &text)?;
+        let context = load.context_for(&runner.model().config);
+        let mut engine = EngineOptions::new(&runner, context, options.sequences);
+        engine.scheduler.running = running;
+        engine.scheduler.waiting = options.waiting;
+        engine.scheduler.max_stall = options.max_stall;
+        engine.prefix = options.prefix.clone();
+        if engine.prefix.turn_tokens.is_empty() {
+            // Conversations part where a turn begins.
+            engine.prefix.turn_tokens.extend(text.tokenizer.specials().turn_open);
+        }
+        let engine = Engine::start(runner, engine)?;
+        Ok(Service::assemble(Box::new(engine), text, options, checkpoint.path()))
+    }
+
+    /// A service over an engine that is there already, with a checkpoint's text.
+    ///
+    /// # Errors
+    /// As for [`Service::start`].
+    pub(crate) fn over(
+        engine: Box<dyn TokenEngine>,
+        text: LoadedText,
+        options: ServiceOptions,
+        path: &Path,
+    ) -> Result<Service> {
+        refuse_unknown_markers(&options, &text)?;
+        Ok(Service::assemble(engine, text, options, path))
+    }
+
+    fn assemble(
+        engine: Box<dyn TokenEngine>,
+        text: LoadedText,
+        options: ServiceOptions,
+        path: &Path,
+    ) -> Service {
+        let LoadedText { tokenizer, template, template_source, defaults, notes } = text;
+        let tokenizer = Arc::new(tokenizer);
+        let info = ModelInfo {
+            path: path.display().to_string(),
+            context: engine.context(),
+            vocab: engine.vocab(),
+            defaults,
+            template_source,
+            notes,
+        };
+        let grammars = GrammarCompiler::new(Arc::clone(&tokenizer));
+        Service { inner: Arc::new(Inner { engine, tokenizer, template, grammars, options, info }) }
     }
 
     /// Answers a conversation: one [`Reply`] for each of `n`.
     ///
+    /// Takes the time that rendering, encoding and compiling a grammar take, a schema's up to two seconds; an
+    /// asynchronous caller runs it where it may block.
+    ///
     /// # Errors
     /// Why the request is refused; nothing was queued then.
     pub fn chat(&self, request: ChatRequest) -> Result<Vec<Reply>, RequestError> {
-        let _ = request;
-        Err(RequestError::Unsupported { what: "Service::chat is not there yet".to_owned() })
+        Job::chat(&self.inner, request)?.submit(&self.inner)
     }
 
-    /// Goes on with a raw prompt: one [`Reply`] for each of `n`.
+    /// Goes on with a raw prompt: one [`Reply`] for each of `n`. As for [`Service::chat`], it may block.
     ///
     /// # Errors
     /// Why the request is refused; nothing was queued then.
     pub fn complete(&self, request: CompletionRequest) -> Result<Vec<Reply>, RequestError> {
-        let _ = request;
-        Err(RequestError::Unsupported { what: "Service::complete is not there yet".to_owned() })
+        Job::completion(&self.inner, request)?.submit(&self.inner)
     }
 
     /// Ids of a text, as a completion would have them.
@@ -137,8 +227,7 @@ impl Service {
     /// # Errors
     /// A vocabulary without BOS where one is asked for.
     pub fn tokenize(&self, text: &str, bos: Bos, markers: Markers) -> Result<Vec<u32>, RequestError> {
-        let _ = (text, bos, markers);
-        Err(RequestError::Unsupported { what: "Service::tokenize is not there yet".to_owned() })
+        job::encode(&self.inner, text, bos, markers)
     }
 
     /// Text of ids, control tokens spelled.
@@ -146,20 +235,21 @@ impl Service {
     /// # Errors
     /// `BadRequest` with the id that the vocabulary lacks.
     pub fn detokenize(&self, ids: &[i64]) -> Result<String, RequestError> {
-        let _ = ids;
-        Err(RequestError::Unsupported { what: "Service::detokenize is not there yet".to_owned() })
+        let ids = check::ids("tokens", ids, &self.inner.tokenizer)?;
+        self.inner.tokenizer.decode(&ids).map_err(|e| RequestError::Internal(e.to_string()))
     }
 
     /// The prompt that a conversation becomes: text and ids.
     ///
     /// # Errors
     /// What is wrong with the conversation.
-    pub fn apply_template(
-        &self,
-        input: &lapidary_text::ChatInput,
-    ) -> Result<(String, Vec<u32>), RequestError> {
-        let _ = input;
-        Err(RequestError::Unsupported { what: "Service::apply_template is not there yet".to_owned() })
+    pub fn apply_template(&self, input: &ChatInput) -> Result<(String, Vec<u32>), RequestError> {
+        let mut input = input.clone();
+        check::messages(&input.messages)?;
+        parse_call_arguments(&mut input.messages).map_err(check::conversation_error)?;
+        let prompt = self.inner.template.encode(&self.inner.tokenizer, &input);
+        let prompt = prompt.map_err(check::conversation_error)?;
+        Ok((prompt.text, prompt.ids))
     }
 
     /// What is served.
@@ -177,13 +267,27 @@ impl Service {
         &self.inner.template
     }
 
-    /// What goes on.
-    pub fn stats(&self) -> ServiceStats {
-        ServiceStats::default()
+    /// What was chosen at the start.
+    pub fn options(&self) -> &ServiceOptions {
+        &self.inner.options
     }
 
-    /// Takes no more requests and waits for those that run, at most `limit`. What still runs then is cancelled.
+    /// What goes on.
+    pub fn stats(&self) -> ServiceStats {
+        let engine = self.inner.engine.stats();
+        ServiceStats { running: engine.scheduler.running, waiting: engine.scheduler.waiting, engine }
+    }
+
+    /// Takes no more requests and waits for those that run, at most `limit`. What still runs then fails.
     pub fn drain(&self, limit: Duration) {
-        let _ = limit;
+        self.inner.engine.drain(limit);
+    }
+}
+
+fn refuse_unknown_markers(options: &ServiceOptions, text: &LoadedText) -> Result<()> {
+    let markers = text.template.unknown_markers(&text.tokenizer);
+    match options.strict_template && !markers.is_empty() {
+        true => Err(Error::UnknownMarkers { markers: markers.join(" ") }),
+        false => Ok(()),
     }
 }

@@ -3,7 +3,6 @@
 use std::task::{Context, Poll};
 
 use tokio::sync::mpsc::UnboundedReceiver;
-use tokio::sync::mpsc::error::TryRecvError;
 
 use super::{FinishKind, RequestError, ServiceEvent, ServiceUsage, TokenLogprob};
 use lapidary_text::ToolCall;
@@ -56,10 +55,7 @@ impl Reply {
 
     /// The next event if one is there.
     pub fn try_next(&mut self) -> Option<ServiceEvent> {
-        match self.events.try_recv() {
-            Ok(event) => Some(event),
-            Err(TryRecvError::Empty | TryRecvError::Disconnected) => None,
-        }
+        self.events.try_recv().ok()
     }
 
     /// Waits for the end and gives the whole.

@@ -72,7 +72,10 @@ pub fn fit(
     for (set, prompts) in [("the first set", with), ("the second set", without)] {
         let shortest = if options.positions == Positions::Last { 1 } else { 2 };
         if prompts.is_empty() {
-            return Err(SteeringError::Prompts { set: set.into(), problem: "there is no prompt in it".into() });
+            return Err(SteeringError::Prompts {
+                set: set.into(),
+                problem: "there is no prompt in it".into(),
+            });
         }
         if let Some(i) = prompts.iter().position(|p| p.len() < shortest) {
             let problem = format!("prompt {i} has fewer than {shortest} tokens");
@@ -161,8 +164,10 @@ fn direction(layer: usize, with: &[Vec<f64>], without: &[Vec<f64>], pca: bool) -
             component.iter().map(|v| v * by).collect()
         }
     };
-    let side = |row: &Vec<f64>| row.iter().zip(&middle).zip(&direction).map(|((v, m), d)| (v - m) * d).sum::<f64>();
-    let right = with.iter().filter(|r| side(r) > 0.0).count() + without.iter().filter(|r| side(r) < 0.0).count();
+    let side =
+        |row: &Vec<f64>| row.iter().zip(&middle).zip(&direction).map(|((v, m), d)| (v - m) * d).sum::<f64>();
+    let right =
+        with.iter().filter(|r| side(r) > 0.0).count() + without.iter().filter(|r| side(r) < 0.0).count();
     let rows = with.len() + without.len();
     let row_norm = with.iter().chain(without).map(|r| norm(r)).sum::<f64>() / rows as f64;
     let fit = Fit { layer, norm: norm(&direction), row_norm, accuracy: right as f64 / rows as f64 };

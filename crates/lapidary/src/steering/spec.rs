@@ -122,7 +122,14 @@ fn one() -> f32 {
 impl SteerSpec {
     /// Adds `vector` once, at all of its layers.
     pub fn new(vector: impl Into<String>) -> SteerSpec {
-        SteerSpec { vector: vector.into(), mode: Mode::Add, strength: 1.0, layers: None, to: None, gate: None }
+        SteerSpec {
+            vector: vector.into(),
+            mode: Mode::Add,
+            strength: 1.0,
+            layers: None,
+            to: None,
+            gate: None,
+        }
     }
 
     /// Checks the numbers, and that `to` is there with `clamp` and only then.
@@ -144,9 +151,11 @@ impl SteerSpec {
                 expected: "the projection that clamp sets",
             }),
             (Mode::Clamp, Some(_)) | (_, None) => Ok(()),
-            (_, Some(v)) => {
-                Err(SteeringError::Field { field: "to", found: v.to_string(), expected: "none but with clamp" })
-            }
+            (_, Some(v)) => Err(SteeringError::Field {
+                field: "to",
+                found: v.to_string(),
+                expected: "none but with clamp",
+            }),
         }
     }
 }
@@ -168,7 +177,11 @@ impl FromStr for SteerSpec {
             };
             let number = |field| {
                 let expected = "a number";
-                value.parse::<f32>().map_err(|_| SteeringError::Field { field, found: format!("{value:?}"), expected })
+                value.parse::<f32>().map_err(|_| SteeringError::Field {
+                    field,
+                    found: format!("{value:?}"),
+                    expected,
+                })
             };
             match key {
                 "file" => spec.vector = value.to_owned(),

@@ -47,7 +47,8 @@ impl ControlVector {
         };
         for (layer, values) in &directions {
             let tensor = || format!("direction.{layer}");
-            let bad = |problem: String| SteeringError::Direction { path: path.clone(), tensor: tensor(), problem };
+            let bad =
+                |problem: String| SteeringError::Direction { path: path.clone(), tensor: tensor(), problem };
             if values.len() != width {
                 return Err(bad(format!("{} values, others have {width}", values.len())));
             }
@@ -79,7 +80,9 @@ impl ControlVector {
         let refuse = |problem: String| SteeringError::NotAVector { path: path.to_owned(), problem };
         match file.metadata().get::<&str>("general.architecture")? {
             Some(ARCHITECTURE) => {}
-            Some(other) => return Err(refuse(format!("its architecture is {other:?}, not {ARCHITECTURE:?}"))),
+            Some(other) => {
+                return Err(refuse(format!("its architecture is {other:?}, not {ARCHITECTURE:?}")));
+            }
             None => return Err(refuse("it names no general.architecture".to_owned())),
         }
         let mut directions = BTreeMap::new();
@@ -108,7 +111,9 @@ impl ControlVector {
             && (count as usize) < directions.len()
         {
             let found = directions.len();
-            return Err(refuse(format!("controlvector.layer_count is {count}, but it has {found} directions")));
+            return Err(refuse(format!(
+                "controlvector.layer_count is {count}, but it has {found} directions"
+            )));
         }
         let mut vector = ControlVector::new(path.display().to_string(), directions)?;
         vector.model_layers = file.metadata().get::<u32>(MODEL_LAYERS)?.map(|n| n as usize);
@@ -135,7 +140,10 @@ impl ControlVector {
                     return Err(SteeringError::Direction {
                         path: path.to_owned(),
                         tensor: entry.name.clone(),
-                        problem: format!("{dtype} of shape {:?}; expected F32, F16 or BF16 of shape [H]", entry.shape),
+                        problem: format!(
+                            "{dtype} of shape {:?}; expected F32, F16 or BF16 of shape [H]",
+                            entry.shape
+                        ),
                     });
                 }
             };
@@ -218,7 +226,11 @@ impl ControlVector {
         let vector = || self.name.clone();
         let layers = config.layers.len();
         if self.width() != config.hidden {
-            return Err(SteeringError::Width { vector: vector(), found: self.width(), expected: config.hidden });
+            return Err(SteeringError::Width {
+                vector: vector(),
+                found: self.width(),
+                expected: config.hidden,
+            });
         }
         if let Some(found) = self.model_layers.filter(|&found| found != layers) {
             return Err(SteeringError::LayerCount { vector: vector(), found, expected: layers });

@@ -6,7 +6,6 @@
 //! activations and logits stay finite and experts get an even load. What comes out is noise.
 
 mod metadata;
-mod mix;
 mod shape;
 mod values;
 
@@ -21,9 +20,10 @@ use lapidary_weights::gguf::{Body, GgmlType, GgufError, Version, Writer};
 use self::shape::{Fill, Shape, Tensor};
 use self::values::{Filler, Rng};
 use crate::error::{Error, Result};
+use crate::mix::{self, Matrix, Model};
 
-pub use self::mix::Mix;
 pub use self::shape::Size;
+pub use crate::mix::Mix;
 
 /// What a file leaves open.
 #[derive(Clone, Debug, Default)]
@@ -78,7 +78,7 @@ fn write_shape(
     options: &SynthOptions,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<SynthReport> {
-    let tensors = mix.assign(shape, shape.tensors())?;
+    let tensors = assign(mix, shape, shape.tensors())?;
     let mut writer = Writer::new(Version::V3);
     metadata::model(&mut writer, shape, name, mix).map_err(weights)?;
     match &options.tokenizer {
@@ -108,6 +108,32 @@ fn write_shape(
     body.finish().map_err(in_file)?;
     std::fs::rename(&part.0, out).map_err(|source| Error::Io { path: out.to_owned(), source })?;
     Ok(report)
+}
+
+/// Gives every tensor its type.
+fn assign(mix: Mix, shape: &Shape, tensors: Vec<Tensor>) -> Result<Vec<(Tensor, Format)>> {
+    let is_matrix = |t: &&Tensor| matches!(t.fill, Fill::Matrix { .. });
+    let matrix = |t| -> Matrix<'_> {
+        let t: &Tensor = t;
+        Matrix { name: &t.name, cols: t.dims[0] as usize }
+    };
+    let matrices: Vec<Matrix<'_>> = tensors.iter().filter(is_matrix).map(matrix).collect();
+    let experts = shape.moe.map_or(0, |m| m.experts);
+    let model = Model { layers: shape.layers, experts, plain: Format::F16 };
+    let mut formats = Vec::with_capacity(matrices.len());
+    for (matrix, wanted) in matrices.iter().zip(mix.formats(model, &matrices)) {
+        let problem = || {
+            format!("tensor {} has rows of {} values, which {wanted} can't hold", matrix.name, matrix.cols)
+        };
+        let whole = mix::whole_blocks(wanted, matrix.cols);
+        formats.push(whole.ok_or_else(|| Error::Synth { problem: problem() })?);
+    }
+    let mut formats = formats.into_iter();
+    let typed = tensors.into_iter().map(|t| {
+        let format = if is_matrix(&&t) { formats.next().expect("one each") } else { Format::F32 };
+        (t, format)
+    });
+    Ok(typed.collect())
 }
 
 fn write_tensor<W: Write>(

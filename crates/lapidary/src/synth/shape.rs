@@ -191,11 +191,6 @@ impl Tensor {
     pub fn bytes(&self, format: Format) -> u64 {
         self.values() / format.block_len() as u64 * format.block_bytes() as u64
     }
-
-    /// The layer that it belongs to.
-    pub fn layer(&self) -> Option<usize> {
-        self.name.strip_prefix("blk.")?.split('.').next()?.parse().ok()
-    }
 }
 
 impl Shape {

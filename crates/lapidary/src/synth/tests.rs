@@ -134,7 +134,7 @@ fn numbers_of_layers_that_a_model_cannot_have_are_refused_by_name() {
 fn real_models_have_the_tensors_and_types_of_converted_files() {
     for (size, mix, tensors, bytes) in LISTED {
         let shape = size.shape(None).expect("its own number of layers");
-        let list = mix.assign(&shape, shape.tensors()).expect("rows are whole blocks");
+        let list = assign(*mix, &shape, shape.tensors()).expect("rows are whole blocks");
         let mut found: BTreeMap<&str, u64> = BTreeMap::new();
         for (tensor, format) in &list {
             *found.entry(format.name()).or_default() += tensor.bytes(*format);

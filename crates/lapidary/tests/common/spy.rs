@@ -8,9 +8,9 @@ use std::sync::{Arc, Mutex, OnceLock};
 use lapidary_engine::{Runner, Stepper};
 use lapidary_model::{BuildOptions, Config, Limits, Model};
 use lapidary_ops::{
-    Act, ActSpec, Activation, AttnSpec, Backend, Batch, BatchShape, DeviceReport, ExpertSpec, Gain, KvPlan,
-    KvRef, Mat, MemoryUse, Norm, Ops, Outcome, PerLayerSpec, Phase, QkvSpec, Result, RouteSpec, SteerSet,
-    TapPoint, TensorView,
+    Act, ActSpec, Activation, AttnSpec, Backend, Batch, BatchShape, DeviceReport, ExpertSpec, Gain, Group,
+    KvPlan, KvRef, Mat, MemoryUse, Norm, Ops, Outcome, PerLayerSpec, Phase, QkvSpec, Result, RouteSpec,
+    SteerSet, TapPoint, TensorView,
 };
 use lapidary_weights::Checkpoint;
 
@@ -226,6 +226,9 @@ impl Backend for Spy {
     fn steer_set(&mut self, index: usize, set: Option<&SteerSet>) -> Result<()> {
         self.inner.steer_set(index, set)
     }
+    fn timings(&mut self, on: bool) -> Result<()> {
+        self.inner.timings(on)
+    }
     fn upload(&mut self, batch: &Batch) -> Result<()> {
         self.batch = batch.clone();
         if let (Some(change), Some(model)) = (&self.hooks.batch, self.hooks.built.get()) {
@@ -259,6 +262,12 @@ impl Backend for Spy {
         v: &mut [f32],
     ) -> Result<()> {
         self.inner.kv_load(cache, page, place, k, v)
+    }
+    fn page_read(&mut self, group: Group, page: usize, out: &mut Vec<u8>) -> Result<()> {
+        self.inner.page_read(group, page, out)
+    }
+    fn page_write(&mut self, group: Group, page: usize, bytes: &[u8]) -> Result<()> {
+        self.inner.page_write(group, page, bytes)
     }
     fn memory(&self) -> MemoryUse {
         self.inner.memory()

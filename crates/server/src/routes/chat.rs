@@ -22,9 +22,7 @@ pub async fn chat(
     let stream = body.stream.unwrap_or(false);
     let include_usage = StreamOptions::usage(body.stream_options, stream)?;
     let request = body.request(app.options(), &mut ignored)?;
-    if app.options().log_text {
-        tracing::info!(request_id = id.as_str(), messages = %serde_json::json!(request.input.messages), "asked");
-    }
+    app.log_text(&id, &request.input.messages);
     let wants_logprobs = request.generation.logprobs.is_some();
     let meta = Meta::new("chatcmpl-", &model, request.generation.max_tokens);
     let replies = app.start(&id, "chat", move |model| model.chat(request)).await?;

@@ -3,8 +3,14 @@
 mod chat;
 mod completions;
 mod health;
+mod messages;
 mod models;
+mod page;
+mod responses;
 mod tokens;
+
+#[cfg(test)]
+pub use tokens::{DetokenizeBody, TokenizeBody};
 
 use axum::Router;
 use axum::extract::DefaultBodyLimit;
@@ -22,9 +28,15 @@ pub fn router(app: App) -> Router {
     Router::new()
         .route("/v1/chat/completions", post(chat::chat))
         .route("/v1/completions", post(completions::complete))
+        .route("/v1/responses", post(responses::create))
+        .route("/v1/responses/{id}", get(responses::by_id).delete(responses::by_id))
+        .route("/v1/messages", post(messages::create))
+        .route("/v1/messages/count_tokens", post(messages::count))
         .route("/v1/embeddings", post(models::embeddings))
         .route("/v1/models", get(models::list))
         .route("/v1/models/{*name}", get(models::one))
+        .route("/", get(page::page))
+        .route("/openapi.json", get(page::document))
         .route("/tokenize", post(tokens::tokenize))
         .route("/detokenize", post(tokens::detokenize))
         .route("/health", get(health::ready))

@@ -41,10 +41,15 @@ request! {
         pub continue_final_message: Option<bool>,
         pub modalities: Option<Vec<String>>,
         // Known, and without effect on an answer.
+        #[allow(dead_code)]
         pub user: Option<Value>,
+        #[allow(dead_code)]
         pub metadata: Option<Value>,
+        #[allow(dead_code)]
         pub safety_identifier: Option<Value>,
+        #[allow(dead_code)]
         pub prompt_cache_key: Option<Value>,
+        #[allow(dead_code)]
         pub service_tier: Option<Value>,
         pub store: Option<bool>,
         // Known in order to be refused by name.

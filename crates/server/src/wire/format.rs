@@ -21,7 +21,7 @@ pub struct ResponseFormat {
 
 /// The schema of an answer.
 #[derive(Debug, Clone, Deserialize)]
-#[allow(missing_docs, reason = "the names are the API's")]
+#[allow(missing_docs, dead_code, reason = "the names are the API's; a description has no effect")]
 pub struct JsonSchema {
     pub name: Option<String>,
     pub description: Option<String>,

@@ -1,7 +1,6 @@
 //! Messages, tools and calls, as OpenAI's chat format has them.
 
 use serde::Deserialize;
-use serde::de::IgnoredAny;
 use serde_json::{Map, Value, json};
 
 use lapidary::service::ToolChoice;
@@ -35,15 +34,15 @@ pub struct Part {
     pub kind: String,
     pub text: Option<String>,
     pub refusal: Option<String>,
-    image_url: Option<IgnoredAny>,
-    input_audio: Option<IgnoredAny>,
-    video_url: Option<IgnoredAny>,
-    file: Option<IgnoredAny>,
+    image_url: Option<Value>,
+    input_audio: Option<Value>,
+    video_url: Option<Value>,
+    file: Option<Value>,
 }
 
 /// A call in the history.
 #[derive(Debug, Clone, Deserialize)]
-#[allow(missing_docs, reason = "the names are the API's")]
+#[allow(missing_docs, dead_code, reason = "the names are the API's; there is one type of call")]
 pub struct Call {
     pub id: Option<String>,
     #[serde(rename = "type")]
@@ -71,7 +70,7 @@ pub struct Tool {
 
 /// The function of a declared tool.
 #[derive(Debug, Clone, Deserialize)]
-#[allow(missing_docs, reason = "the names are the API's")]
+#[allow(missing_docs, dead_code, reason = "the names are the API's; schemas are always followed")]
 pub struct Function {
     pub name: String,
     pub description: Option<String>,

@@ -9,7 +9,7 @@ use crate::error::ApiError;
 use crate::options::ServerOptions;
 
 /// Most stop strings of a request.
-const MAX_STOPS: usize = 64;
+const MAX_STOPS: usize = 32;
 
 /// The shared fields.
 #[derive(Debug, Clone, Default)]

@@ -85,6 +85,16 @@ impl Switches {
         self.budget(field, budget)
     }
 
+    /// Takes in an effort from an API where it bounds the thoughts and does not ask for them.
+    pub fn effort_if_on(&mut self, field: &'static str, effort: Option<&str>) -> Result<(), ApiError> {
+        let mut bound = Switches::default();
+        bound.effort(field, effort)?;
+        match (self.said.on, bound.said.budget) {
+            (Some(true), Some(budget)) => self.budget(field, Some(budget)),
+            _ => Ok(()),
+        }
+    }
+
     /// `thinking`: a truth value, or Anthropic's object.
     pub fn thinking(&mut self, value: Option<&Value>) -> Result<(), ApiError> {
         let field = "thinking";

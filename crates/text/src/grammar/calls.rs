@@ -118,13 +118,13 @@ impl<'a> Writer<'a> {
         }
         let mut options = Vec::new();
         if let Some(value) = map.get("const") {
-            options.push(self.fixed(value, place)?);
+            options.push(self.fixed(value));
         } else if let Some(values) = map.get("enum") {
             let values = values.as_array().filter(|v| !v.is_empty());
             let values =
                 values.ok_or_else(|| error(&format!("{place}.enum"), "expected values".to_owned()))?;
             for value in values {
-                options.push(self.fixed(value, place)?);
+                options.push(self.fixed(value));
             }
         } else if let Some((key, list)) = ["anyOf", "oneOf"].iter().find_map(|k| Some((*k, map.get(*k)?))) {
             let list = list.as_array().filter(|list| !list.is_empty());
@@ -324,26 +324,25 @@ impl<'a> Writer<'a> {
     }
 
     /// A value that is given.
-    fn fixed(&mut self, value: &Value, place: &str) -> Result<String> {
-        Ok(match value {
+    fn fixed(&self, value: &Value) -> String {
+        match value {
             Value::String(text) if text.is_empty() => format!("<[{0}]> <[{0}]>", self.quote),
             Value::String(text) => format!("<[{0}]> {1} <[{0}]>", self.quote, literal(text)),
+            Value::Array(items) if items.is_empty() => "\"[]\"".to_owned(),
             Value::Array(items) => {
-                let items: Vec<String> =
-                    items.iter().map(|item| self.fixed(item, place)).collect::<Result<_>>()?;
+                let items: Vec<String> = items.iter().map(|item| self.fixed(item)).collect();
                 format!("\"[\" {} \"]\"", items.join(" \",\" "))
             }
+            Value::Object(map) if map.is_empty() => "\"{}\"".to_owned(),
             Value::Object(map) => {
                 let mut names: Vec<&String> = map.keys().collect();
                 names.sort_by_key(|name| name.to_lowercase());
-                let mut members = Vec::new();
-                for name in names {
-                    members.push(format!("{} \":\" {}", self.key(name), self.fixed(&map[name], place)?));
-                }
+                let member = |name: &&String| format!("{} \":\" {}", self.key(name), self.fixed(&map[*name]));
+                let members: Vec<String> = names.iter().map(member).collect();
                 format!("\"{{\" {} \"}}\"", members.join(" \",\" "))
             }
             other => literal(&other.to_string()),
-        })
+        }
     }
 
     /// Any value; its rules are shared by all tools.

@@ -187,6 +187,9 @@ impl Shard {
         let in_file = |e: GgufError| e.in_file(path);
         let mut header = Header::parse(&map, map.len() as u64).map_err(in_file)?;
         header.metadata.path = path.into();
+        // A vocabulary's megabytes have been copied and are not read again.
+        let end = map.len().min(header.data_start as usize);
+        map.release(&map[..end]);
         Ok(Shard { path: path.into(), map, header })
     }
 }

@@ -18,7 +18,7 @@ mod write;
 pub use file::File;
 pub use header::{Dtype, Entry, Header};
 pub use shards::{Shards, TensorId};
-pub use write::{NewTensor, write};
+pub use write::{Body, NewTensor, Writer, write};
 
 /// The name of the file that lists the shards of a checkpoint.
 pub const INDEX_FILE: &str = "model.safetensors.index.json";

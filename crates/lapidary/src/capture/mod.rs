@@ -1,5 +1,20 @@
-//! Every position's logits and chosen activations of a prompt, named as the goldens name them.
+//! Copying activations out.
+//!
+//! [`capture`] runs a prompt and gives every position's logits and chosen activations, named as the goldens name them.
+//! A [`CaptureSpec`] says, as plain data, what a request wants copied out while it is answered, and a [`Recording`]
+//! collects it from the batches in which the request has rows.
 
+mod error;
+mod recording;
+mod spec;
+
+pub use error::CaptureError;
+pub use recording::Recording;
+pub use spec::{CapturePositions, CaptureSpec, LayerChoice, What};
+
+pub(crate) use recording::{routes, row_of};
+
+use lapidary_engine::sampling::top_logprobs;
 use lapidary_engine::{Prompt, Result, Stepper};
 use lapidary_ops::{Tap, TapPoint};
 
@@ -18,6 +33,11 @@ pub struct Wanted {
     pub router: bool,
     /// Combined per-layer inputs: `per_layer_inputs`.
     pub per_layer: bool,
+    /// Layers whose feed-forward block is wanted: `mlp.N`.
+    pub mlp: Vec<usize>,
+    /// So many of the likeliest tokens by the head applied to each layer's output: `lens.ids`, `lens.probability`;
+    /// 0 for none.
+    pub lens: usize,
 }
 
 /// One named value, row-major.
@@ -52,6 +72,8 @@ pub enum Values {
 /// | `attn.N.o` | `[T, heads, D]` | attention before the output projection |
 /// | `router_idx`, `router_weight` | `[L, T, K]` | experts by falling probability, final weights |
 /// | `per_layer_inputs` | `[T, L, P]` | combined per-layer inputs |
+/// | `mlp.N` | `[T, H]` | feed-forward block before its post norm |
+/// | `lens.ids`, `lens.probability` | `[L, T, K]` | the head applied to each layer's output: likeliest tokens |
 ///
 /// What a model does not have (a router, per-layer inputs) is left out.
 ///
@@ -59,7 +81,9 @@ pub enum Values {
 /// What [`Stepper::score`] refuses, and `Layer` for a layer that does not exist.
 pub fn capture(stepper: &mut Stepper, prompt: &Prompt, wanted: &Wanted) -> Result<Vec<Captured>> {
     let layers = stepper.model().layers.len();
-    if let Some(&layer) = wanted.layers.iter().chain(&wanted.attention).find(|&&l| l >= layers) {
+    if let Some(&layer) =
+        wanted.layers.iter().chain(&wanted.attention).chain(&wanted.mlp).find(|&&l| l >= layers)
+    {
         return Err(lapidary_engine::Error::Layer { layer, layers });
     }
     stepper.reset();
@@ -79,6 +103,10 @@ pub fn capture(stepper: &mut Stepper, prompt: &Prompt, wanted: &Wanted) -> Resul
     });
     stepper.set_capture(&[]);
     scored?;
+    let lens = match wanted.lens {
+        0 => None,
+        count => Some(lens(stepper, &taps, count)?),
+    };
     let config = &stepper.model().config;
     let rows = prompt.tokens.len();
     let mut out = vec![f32s("logits", &[rows, config.vocab], logits)];
@@ -104,12 +132,21 @@ pub fn capture(stepper: &mut Stepper, prompt: &Prompt, wanted: &Wanted) -> Resul
             out.push(f32s(&format!("attn.{layer}.q"), &[rows, config.heads, d], queries.copied().collect()));
         }
     }
+    for &layer in &wanted.mlp {
+        out.extend(plain(format!("mlp.{layer}"), TapPoint::Mlp(layer), &[config.hidden]));
+    }
+    if let Some((ids, probabilities)) = lens {
+        let shape = vec![layers, rows, wanted.lens.min(config.vocab)];
+        out.push(Captured { name: "lens.ids".into(), shape: shape.clone(), values: Values::I64(ids) });
+        out.push(Captured { name: "lens.probability".into(), shape, values: Values::F32(probabilities) });
+    }
     if let (true, Some(moe)) = (wanted.router, config.moe) {
         let (mut ids, mut weights) = (Vec::new(), Vec::new());
         for layer in 0..layers {
-            for row in take(TapPoint::Routes(layer)).iter().flat_map(|t| t.values.chunks_exact(t.width)) {
-                ids.extend(row[..moe.top_k].iter().map(|&id| id as i64));
-                weights.extend_from_slice(&row[moe.top_k..2 * moe.top_k]);
+            if let Some(tap) = take(TapPoint::Routes(layer)) {
+                let (chosen, by) = routes(&tap.values, moe.top_k);
+                ids.extend(chosen);
+                weights.extend(by);
             }
         }
         let shape = vec![layers, rows, moe.top_k];
@@ -117,6 +154,27 @@ pub fn capture(stepper: &mut Stepper, prompt: &Prompt, wanted: &Wanted) -> Resul
         out.push(Captured { name: "router_weight".into(), shape, values: Values::F32(weights) });
     }
     Ok(out)
+}
+
+/// The likeliest tokens of every layer and row.
+fn lens(stepper: &mut Stepper, taps: &[Tap], count: usize) -> Result<(Vec<i64>, Vec<f32>)> {
+    let (mut ids, mut probabilities) = (Vec::new(), Vec::new());
+    for layer in 0..stepper.model().layers.len() {
+        let tap =
+            taps.iter().find(|t| t.point == TapPoint::LayerOut(layer)).expect("every layer is captured");
+        let mut bad = None;
+        stepper.lens(&tap.values, &mut |row, logits| match top_logprobs(logits, row as u64, count) {
+            Ok(top) => top.into_iter().for_each(|(id, logprob)| {
+                ids.push(i64::from(id));
+                probabilities.push(logprob.exp() as f32);
+            }),
+            Err(error) => bad = Some(error),
+        })?;
+        if let Some(error) = bad {
+            return Err(error.into());
+        }
+    }
+    Ok((ids, probabilities))
 }
 
 fn f32s(name: &str, shape: &[usize], values: Vec<f32>) -> Captured {
@@ -127,6 +185,11 @@ fn f32s(name: &str, shape: &[usize], values: Vec<f32>) -> Captured {
 fn points(wanted: &Wanted, layers: usize) -> Vec<TapPoint> {
     let mut points: Vec<TapPoint> = wanted.layers.iter().map(|&l| TapPoint::LayerOut(l)).collect();
     points.extend(wanted.attention.iter().flat_map(|&l| [TapPoint::Qkv(l), TapPoint::Attn(l)]));
+    if wanted.lens > 0 {
+        points
+            .extend((0..layers).map(TapPoint::LayerOut).filter(|p| !points.contains(p)).collect::<Vec<_>>());
+    }
+    points.extend(wanted.mlp.iter().map(|&l| TapPoint::Mlp(l)));
     points.extend(wanted.embed.then_some(TapPoint::Embed));
     points.extend(wanted.final_norm.then_some(TapPoint::FinalNorm));
     points.extend(wanted.per_layer.then_some(TapPoint::PerLayer));

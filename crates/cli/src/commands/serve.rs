@@ -1,0 +1,225 @@
+//! `lapidary serve`
+
+use std::fs;
+use std::net::{IpAddr, SocketAddr};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use clap::ValueEnum;
+use lapidary::service::{PrefixOptions, ServiceOptions};
+use lapidary_server::listen::{self, ListenOptions};
+use lapidary_server::{App, Keys, ServerOptions};
+use tokio::net::TcpListener;
+
+use crate::failure::Usage;
+use crate::model_args::{ComputeFlag, LoadArgs, ModelArgs};
+use crate::{load, source};
+
+/// Serve a model over HTTP, as OpenAI and Anthropic do.
+///
+/// Answers many requests at once: chat completions, completions, responses, messages, and a chat page for the browser at /.
+/// GET /openapi.json describes all of it.
+#[derive(Debug, clap::Args)]
+#[command(
+    after_help = "Examples:\n  lapidary serve                               the built-in model on http://127.0.0.1:8000\n  \
+lapidary serve -m MODEL --ctx 32768 --served-model-name gemma\n  \
+lapidary serve -m MODEL --host 0.0.0.0 --api-key-file keys.txt --tls-cert cert.pem --tls-key key.pem\n\n\
+SIGTERM and Ctrl-C: requests that run come to their end, others are refused with 503."
+)]
+pub struct Args {
+    #[command(flatten)]
+    pub model: ModelArgs,
+    #[command(flatten)]
+    pub compute: ComputeFlag,
+    #[command(flatten)]
+    pub load: LoadArgs,
+    #[command(flatten)]
+    pub service: ServiceArgs,
+    /// The address to listen on; only this machine when not given
+    #[arg(long, default_value = "127.0.0.1")]
+    pub host: IpAddr,
+    /// The port to listen on; 0 for one that is free
+    #[arg(short = 'p', long, default_value_t = 8000)]
+    pub port: u16,
+    /// A name under which the model answers, the first one in replies; the model's own when not given
+    #[arg(long, value_name = "NAME")]
+    pub served_model_name: Vec<String>,
+    /// Refuse requests with fields that have no effect, and templates that do not fit the vocabulary
+    #[arg(long)]
+    pub strict: bool,
+    /// A file of API keys, one a line; LAPIDARY_API_KEY holds a further one
+    #[arg(long, value_name = "FILE")]
+    pub api_key_file: Option<PathBuf>,
+    /// Most bytes of a request
+    #[arg(long, value_name = "BYTES", default_value_t = 32 << 20)]
+    pub body_limit: usize,
+    /// Most seconds of a request that names no timeout of its own; no limit when not given
+    #[arg(long, value_name = "S", value_parser = clap::value_parser!(u64).range(1..))]
+    pub timeout: Option<u64>,
+    /// Milliseconds without a byte after which a stream gets a comment, so that proxies do not close it
+    #[arg(long, value_name = "MS", default_value_t = 5000, value_parser = clap::value_parser!(u64).range(10..))]
+    pub keep_alive_ms: u64,
+    /// Seconds that running requests have after the signal to stop
+    #[arg(long, value_name = "S", default_value_t = 30)]
+    pub drain: u64,
+    /// An origin whose pages may read replies, or * for all; none when not given
+    #[arg(long, value_name = "ORIGIN")]
+    pub cors_origin: Vec<String>,
+    /// The certificate chain for TLS, in PEM
+    #[arg(long, value_name = "FILE", requires = "tls_key")]
+    pub tls_cert: Option<PathBuf>,
+    /// The key of the certificate, in PEM
+    #[arg(long, value_name = "FILE", requires = "tls_cert")]
+    pub tls_key: Option<PathBuf>,
+    /// The form of the log on stderr
+    #[arg(long, value_enum, default_value_t = LogFormat::Text)]
+    pub log_format: LogFormat,
+    /// How much to log
+    #[arg(long, value_enum, default_value_t = LogLevel::Info)]
+    pub log_level: LogLevel,
+    /// Write conversations into the log, which otherwise holds none of their text
+    #[arg(long)]
+    pub log_text: bool,
+}
+
+/// How the engine shares the device among requests.
+#[derive(Clone, Debug, clap::Args)]
+pub struct ServiceArgs {
+    /// Most replies that are made side by side
+    #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub parallel: u32,
+    /// Most requests that wait beside them; one more is refused with 429
+    #[arg(long, value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u32).range(0..=1 << 20))]
+    pub queue: u32,
+    /// Memory for keys and values, in sequences of the whole context; more replies fit while they are shorter
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub sequences: u32,
+    /// Milliseconds within which running streams get a token while a long prompt is read
+    #[arg(long, value_name = "MS", default_value_t = 200, value_parser = clap::value_parser!(u64).range(1..=60_000))]
+    pub max_stall_ms: u64,
+    /// Most bytes of sliding keys and values that are kept so that later requests need not compute a beginning again; the
+    /// larger of 256 MiB and four windows when not given
+    #[arg(long, value_name = "BYTES", conflicts_with = "no_prefix_cache")]
+    pub prefix_bytes: Option<usize>,
+    /// Keep nothing of earlier requests
+    #[arg(long)]
+    pub no_prefix_cache: bool,
+    /// Most tokens of thought when a request does not say; no bound when not given
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub thinking_budget: Option<u32>,
+}
+
+impl ServiceArgs {
+    /// The choices as the library takes them.
+    pub fn options(&self, strict: bool) -> ServiceOptions {
+        ServiceOptions {
+            strict_template: strict,
+            default_thinking_budget: self.thinking_budget.map(|n| n as usize),
+            sequences: self.sequences as usize,
+            running: self.parallel as usize,
+            waiting: self.queue as usize,
+            max_stall: Duration::from_millis(self.max_stall_ms),
+            prefix: PrefixOptions {
+                enabled: !self.no_prefix_cache,
+                snapshot_bytes: self.prefix_bytes,
+                ..PrefixOptions::default()
+            },
+            ..ServiceOptions::default()
+        }
+    }
+}
+
+/// Forms of the log.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum LogFormat {
+    /// A line for people
+    Text,
+    /// An object a line
+    Json,
+}
+
+/// Amounts of log.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum LogLevel {
+    /// What needs attention
+    Warn,
+    /// Every request
+    Info,
+    /// Probes, scrapes and connections too
+    Debug,
+}
+
+pub fn run(args: &Args) -> anyhow::Result<()> {
+    let options = options(args)?;
+    let tls = match (&args.tls_cert, &args.tls_key) {
+        (Some(cert), Some(key)) => Some(listen::tls(cert, key).context("TLS")?),
+        _ => None,
+    };
+    if !args.host.is_loopback() && options.keys.is_empty() {
+        eprintln!("note: everybody who reaches {} may use the model; --api-key-file sets keys", args.host);
+    }
+    start_log(args);
+    let scheme = if tls.is_some() { "https" } else { "http" };
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let address = SocketAddr::new(args.host, args.port);
+    // The port is taken before the model is loaded: a probe sees a server that lives and is not ready, and a port in
+    // use shows at once.
+    let listener = runtime.block_on(TcpListener::bind(address));
+    let listener = listener.with_context(|| format!("cannot listen on {address}"))?;
+    let bound = listener.local_addr()?;
+    let app = App::new(options);
+    let stop = runtime.block_on(async { listen::stop_signal() })?;
+    let limits = ListenOptions { drain: Duration::from_secs(args.drain), ..ListenOptions::default() };
+    let serving = runtime.spawn(listen::serve(listener, tls, app.clone(), limits, stop));
+    let service =
+        load::service(&args.model, &args.load, args.compute.compute, args.service.options(args.strict))?;
+    eprintln!("serving {} on {scheme}://{bound}", app.options().names.join(", "));
+    app.serve(Arc::new(service));
+    runtime.block_on(serving)??;
+    Ok(())
+}
+
+fn options(args: &Args) -> anyhow::Result<ServerOptions> {
+    let mut keys = Keys::default();
+    if let Some(path) = &args.api_key_file {
+        let text = fs::read_to_string(path).with_context(|| path.display().to_string())?;
+        let file = Keys::from_lines(&text);
+        if file.is_empty() {
+            bail!(Usage(format!("{} holds no key; write one a line", path.display())));
+        }
+        keys.extend(file);
+    }
+    if let Ok(key) = std::env::var("LAPIDARY_API_KEY") {
+        keys.extend(Keys::from_lines(&key));
+    }
+    let mut names = args.served_model_name.clone();
+    if names.is_empty() {
+        names.push(source::short_name(&args.model));
+    }
+    Ok(ServerOptions {
+        names,
+        strict: args.strict,
+        keys,
+        body_limit: args.body_limit,
+        keep_alive: Duration::from_millis(args.keep_alive_ms),
+        timeout: args.timeout.map(Duration::from_secs),
+        cors: args.cors_origin.clone(),
+        log_text: args.log_text,
+        ..ServerOptions::default()
+    })
+}
+
+fn start_log(args: &Args) {
+    let level = match args.log_level {
+        LogLevel::Warn => tracing::Level::WARN,
+        LogLevel::Info => tracing::Level::INFO,
+        LogLevel::Debug => tracing::Level::DEBUG,
+    };
+    let log = tracing_subscriber::fmt().with_max_level(level).with_target(false).with_writer(std::io::stderr);
+    match args.log_format {
+        LogFormat::Text => log.init(),
+        LogFormat::Json => log.json().flatten_event(true).init(),
+    }
+}
