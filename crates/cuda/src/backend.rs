@@ -75,6 +75,8 @@ pub struct CudaBackend {
     moves: usize,
     /// Where the chosen tokens arrive.
     chosen: Option<Pinned>,
+    /// Where rows that are lent arrive.
+    lent: Option<Pinned>,
     /// What the last run leaves beside them, once it is done.
     pending: Option<Pending>,
     context: Arc<Context>,
@@ -120,6 +122,7 @@ impl CudaBackend {
             uploaded: false,
             moves: 0,
             chosen: None,
+            lent: None,
             pending: None,
             context,
         })
@@ -228,6 +231,20 @@ impl CudaBackend {
             ..Left::default()
         };
         Ok(Pending { left, taps: Vec::new(), repeated: Some(shape.clone()) })
+    }
+
+    /// A float32 activation of at least `rows` rows.
+    fn float_buffer(&self, act: Act, rows: usize) -> Result<&Buffer> {
+        let unknown = || Error::Device(format!("activation {} was never allocated", act.0));
+        let buffer = self.acts.get(act.0 as usize).ok_or_else(unknown)?;
+        if buffer.spec.kind != ActKind::F32 {
+            return Err(Error::Device(format!("{} is not a float32 activation", buffer.spec.name)));
+        }
+        if rows > buffer.spec.max_rows {
+            let limit = buffer.spec.max_rows;
+            return Err(Error::TooManyRows { what: buffer.spec.name, rows, limit });
+        }
+        Ok(buffer)
     }
 
     /// Waits for queued work, so that memory it uses may be changed.
@@ -406,17 +423,29 @@ impl Backend for CudaBackend {
     }
 
     fn read(&mut self, act: Act, rows: usize, out: &mut Vec<f32>) -> Result<()> {
-        let unknown = || Error::Device(format!("activation {} was never allocated", act.0));
-        let buffer = self.acts.get(act.0 as usize).ok_or_else(unknown)?;
-        if buffer.spec.kind != ActKind::F32 {
-            return Err(Error::Device(format!("{} is not a float32 activation", buffer.spec.name)));
-        }
-        if rows > buffer.spec.max_rows {
-            let limit = buffer.spec.max_rows;
-            return Err(Error::TooManyRows { what: buffer.spec.name, rows, limit });
-        }
+        let buffer = self.float_buffer(act, rows)?;
         self.context.bind()?;
         *out = buffer.read(&self.stream, rows)?;
+        Ok(())
+    }
+
+    fn lend_rows(&mut self, act: Act, rows: &[usize], to: &mut dyn FnMut(&[&[f32]])) -> Result<()> {
+        let buffer = self.float_buffer(act, rows.iter().max().map_or(0, |last| last + 1))?;
+        self.context.bind()?;
+        let (stride, bytes) = (buffer.stride_bytes(), buffer.width() * 4);
+        let ptr = buffer.rows.ptr;
+        if self.lent.as_ref().is_none_or(|p| p.bytes().len() < bytes * rows.len()) {
+            self.lent = Some(Pinned::new(&self.context, bytes * rows.len())?);
+        }
+        let lent = self.lent.as_mut().expect("made above");
+        for (out, row) in lent.bytes_mut().chunks_exact_mut(bytes).zip(rows) {
+            // SAFETY: the row is in the buffer; the wait comes before the bytes are read.
+            unsafe { self.stream.download(out, ptr.at(row * stride))? };
+        }
+        self.stream.wait()?;
+        let floats = lent.floats();
+        let all: Vec<&[f32]> = floats.chunks_exact(bytes / 4).take(rows.len()).collect();
+        to(&all);
         Ok(())
     }
 

@@ -1,6 +1,6 @@
 //! Routed experts in the fast mode: the router's kernel lists who was chosen, and experts read the list.
 
-use lapidary_ops::{Act, Error, ExpertSpec, Mat, Result, RouteSpec};
+use lapidary_ops::{Act, ExpertSpec, Mat, Result, RouteSpec};
 
 use super::emit::{Planes, gate, not_packed};
 use super::fuse::Step;
