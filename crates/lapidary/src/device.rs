@@ -156,8 +156,17 @@ impl Device {
     ) -> Option<usize> {
         match self {
             Device::Cpu => footprint::packed_bytes(format, rows, cols, compute),
+            #[cfg(feature = "cuda")]
+            Device::Cuda { .. } => (compute == Compute::Fast)
+                .then(|| lapidary_cuda::footprint::packed_bytes(format, rows, cols)),
+            #[cfg(not(feature = "cuda"))]
             Device::Cuda { .. } => None,
         }
+    }
+
+    /// Whether an embedding that is also the head is kept twice: for look-ups and for products.
+    pub(crate) fn keeps_tied_twice(self, compute: Compute) -> bool {
+        matches!(self, Device::Cuda { .. }) && compute == Compute::Fast
     }
 
     /// Bytes of the intermediate values of routed experts.
