@@ -1,11 +1,12 @@
 //! The backend: what it owns, and how a pass runs.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use lapidary_formats::{Format, TensorView};
 use lapidary_ops::{
-    Act, ActKind, ActRows, ActSpec, Backend, Batch, BatchShape, DeviceReport, Error, Gain, KernelReport,
-    KvPlan, KvRef, Mat, MemoryUse, Ops, Outcome, Phase, Result, Tap,
+    Act, ActKind, ActRows, ActSpec, Backend, Batch, BatchShape, DeviceReport, Error, Gain, Group,
+    KernelReport, KvPlan, KvRef, Mat, MemoryUse, Ops, Outcome, PassTiming, Phase, Result, Tap,
 };
 
 use crate::buffers::Buffer;
@@ -37,8 +38,6 @@ pub struct CudaOptions {
     pub ordinal: usize,
     /// Arithmetic mode.
     pub compute: Compute,
-    /// Whether to measure the time of each phase, which costs a little of it.
-    pub profile: bool,
     /// Puts random values of this format in the place of every matrix, so that speed can be measured without a
     /// checkpoint.
     pub random_weights: Option<Format>,
@@ -57,6 +56,8 @@ pub struct CudaBackend {
     /// Whether matrices are packed for the fast kernels.
     packs: bool,
     tiles: Option<Tiles>,
+    /// Whether marks note the time.
+    pub(crate) timings: bool,
     graphs: Graphs,
     pub(crate) stream: Arc<Stream>,
     pub(crate) kernels: Kernels,
@@ -74,6 +75,8 @@ pub struct CudaBackend {
     moves: usize,
     /// Where the chosen tokens arrive.
     chosen: Option<Pinned>,
+    /// Where rows that are lent arrive.
+    lent: Option<Pinned>,
     /// What the last run leaves beside them, once it is done.
     pending: Option<Pending>,
     context: Arc<Context>,
@@ -104,6 +107,7 @@ impl CudaBackend {
             options,
             packs,
             tiles: options.random_weights.map(Tiles::new),
+            timings: false,
             graphs: Graphs::default(),
             stream: Arc::new(Stream::new(&context)?),
             kernels: Kernels::new(&context),
@@ -118,6 +122,7 @@ impl CudaBackend {
             uploaded: false,
             moves: 0,
             chosen: None,
+            lent: None,
             pending: None,
             context,
         })
@@ -228,6 +233,20 @@ impl CudaBackend {
         Ok(Pending { left, taps: Vec::new(), repeated: Some(shape.clone()) })
     }
 
+    /// A float32 activation of at least `rows` rows.
+    fn float_buffer(&self, act: Act, rows: usize) -> Result<&Buffer> {
+        let unknown = || Error::Device(format!("activation {} was never allocated", act.0));
+        let buffer = self.acts.get(act.0 as usize).ok_or_else(unknown)?;
+        if buffer.spec.kind != ActKind::F32 {
+            return Err(Error::Device(format!("{} is not a float32 activation", buffer.spec.name)));
+        }
+        if rows > buffer.spec.max_rows {
+            let limit = buffer.spec.max_rows;
+            return Err(Error::TooManyRows { what: buffer.spec.name, rows, limit });
+        }
+        Ok(buffer)
+    }
+
     /// Waits for queued work, so that memory it uses may be changed.
     fn settle(&mut self) -> Result<()> {
         self.context.bind()?;
@@ -328,13 +347,13 @@ impl Backend for CudaBackend {
     }
 
     fn timings(&mut self, on: bool) -> Result<()> {
-        match on && !self.options.profile {
-            false => Ok(()),
-            true => Err(Error::Unsupported {
-                device: "cuda".into(),
-                what: "times of phases come from a backend that was made to measure them".into(),
-            }),
+        if self.timings != on {
+            self.settle()?;
+            self.timings = on;
+            // Recordings have their marks inside.
+            self.moves += 1;
         }
+        Ok(())
     }
 
     fn upload(&mut self, batch: &Batch) -> Result<()> {
@@ -395,23 +414,38 @@ impl Backend for CudaBackend {
             bytes.as_chunks::<4>().0.iter().take(pending.left.tokens).map(|&b| i32::from_le_bytes(b));
         let argmax = argmax.collect();
         let recorded = pending.repeated.as_ref().and_then(|shape| self.graphs.get(shape));
-        let phases = phases(&recorded.map_or(&pending.left, |r| &r.left).marks)?;
+        let timing = match self.timings {
+            true => Some(pass_timing(&recorded.map_or(&pending.left, |r| &r.left).marks)?),
+            false => None,
+        };
         let weight_bytes = pending.left.weight_bytes;
-        Ok(Outcome { argmax, taps: pending.taps, phases, weight_bytes, ..Outcome::default() })
+        Ok(Outcome { argmax, taps: pending.taps, timing, weight_bytes, ..Outcome::default() })
     }
 
     fn read(&mut self, act: Act, rows: usize, out: &mut Vec<f32>) -> Result<()> {
-        let unknown = || Error::Device(format!("activation {} was never allocated", act.0));
-        let buffer = self.acts.get(act.0 as usize).ok_or_else(unknown)?;
-        if buffer.spec.kind != ActKind::F32 {
-            return Err(Error::Device(format!("{} is not a float32 activation", buffer.spec.name)));
-        }
-        if rows > buffer.spec.max_rows {
-            let limit = buffer.spec.max_rows;
-            return Err(Error::TooManyRows { what: buffer.spec.name, rows, limit });
-        }
+        let buffer = self.float_buffer(act, rows)?;
         self.context.bind()?;
         *out = buffer.read(&self.stream, rows)?;
+        Ok(())
+    }
+
+    fn lend_rows(&mut self, act: Act, rows: &[usize], to: &mut dyn FnMut(&[&[f32]])) -> Result<()> {
+        let buffer = self.float_buffer(act, rows.iter().max().map_or(0, |last| last + 1))?;
+        self.context.bind()?;
+        let (stride, bytes) = (buffer.stride_bytes(), buffer.width() * 4);
+        let ptr = buffer.rows.ptr;
+        if self.lent.as_ref().is_none_or(|p| p.bytes().len() < bytes * rows.len()) {
+            self.lent = Some(Pinned::new(&self.context, bytes * rows.len())?);
+        }
+        let lent = self.lent.as_mut().expect("made above");
+        for (out, row) in lent.bytes_mut().chunks_exact_mut(bytes).zip(rows) {
+            // SAFETY: the row is in the buffer; the wait comes before the bytes are read.
+            unsafe { self.stream.download(out, ptr.at(row * stride))? };
+        }
+        self.stream.wait()?;
+        let floats = lent.floats();
+        let all: Vec<&[f32]> = floats.chunks_exact(bytes / 4).take(rows.len()).collect();
+        to(&all);
         Ok(())
     }
 
@@ -452,6 +486,36 @@ impl Backend for CudaBackend {
         Ok(())
     }
 
+    fn page_read(&mut self, group: Group, page: usize, out: &mut Vec<u8>) -> Result<()> {
+        let places = self.kv.page(group, page)?;
+        self.context.bind()?;
+        for (place, len) in places {
+            let start = out.len();
+            out.resize(start + len, 0);
+            // SAFETY: the page is in the pool; the wait comes before the bytes are used.
+            unsafe { self.stream.download(&mut out[start..], place)? };
+            self.stream.wait()?;
+        }
+        Ok(())
+    }
+
+    fn page_write(&mut self, group: Group, page: usize, bytes: &[u8]) -> Result<()> {
+        let places = self.kv.page(group, page)?;
+        let needed: usize = places.iter().map(|p| p.1).sum();
+        if bytes.len() != needed {
+            return Err(Error::Device(format!("{} bytes for a page of {needed}", bytes.len())));
+        }
+        self.settle()?;
+        let mut rest = bytes;
+        for (place, len) in places {
+            let (own, after) = rest.split_at(len);
+            // SAFETY: the page is in the pool; the memory is not pinned, so it is read when this returns.
+            unsafe { self.stream.upload(place, own)? };
+            rest = after;
+        }
+        Ok(())
+    }
+
     fn memory(&self) -> MemoryUse {
         MemoryUse {
             weights: self.weights.bytes(),
@@ -462,18 +526,21 @@ impl Backend for CudaBackend {
     }
 }
 
-/// Microseconds between marks, added up by phase, in the order in which phases first began.
-fn phases(marks: &[(Option<Phase>, Event)]) -> Result<Vec<(Phase, f64)>> {
-    let mut sums: Vec<(Phase, f64)> = Vec::new();
-    for pair in marks.windows(2) {
-        let Some(phase) = pair[0].0 else { continue };
-        let micros = pair[1].1.micros_since(&pair[0].1)?;
-        match sums.iter_mut().find(|(p, _)| *p == phase) {
-            Some((_, sum)) => *sum += micros,
-            None => sums.push((phase, micros)),
+/// The times of marks from the first one on; the last ends the pass.
+fn pass_timing(marks: &[(Option<Phase>, Event)]) -> Result<PassTiming> {
+    let (Some((_, first)), Some((_, last))) = (marks.first(), marks.last()) else {
+        return Ok(PassTiming::default());
+    };
+    let since = |event: &Event| -> Result<Duration> {
+        Ok(Duration::from_secs_f64(event.micros_since(first)?.max(0.0) / 1e6))
+    };
+    let mut begun = Vec::with_capacity(marks.len());
+    for (phase, event) in marks {
+        if let Some(phase) = phase {
+            begun.push((*phase, since(event)?));
         }
     }
-    Ok(sums)
+    Ok(PassTiming::from_marks(&begun, since(last)?))
 }
 
 /// The form that a matrix of `format` is packed into, whatever its scales.

@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use lapidary_ops::{Error, GROUPS, KvFormat, KvGroupPlan, KvLayerShape, KvPlan, KvRef, PAGE_TOKENS, Result};
+use lapidary_ops::{
+    Error, GROUPS, Group, KvFormat, KvGroupPlan, KvLayerShape, KvPlan, KvRef, PAGE_TOKENS, Result,
+};
 
 use crate::args::{Pool, kv_code};
 use crate::driver::{Block, Context, DevPtr, Stream};
@@ -97,6 +99,19 @@ impl KvPools {
             fast: (self.fast && is_fast(group.format, head_dim)).into(),
             pad: 0,
         }
+    }
+
+    /// Where a page of each layer of a group is, and its bytes.
+    pub fn page(&self, group: Group, page: usize) -> Result<Vec<(DevPtr, usize)>> {
+        let plan = &self.plan.groups[group.index()];
+        let Some(memory) = self.memory.as_ref().filter(|_| page < plan.pages) else {
+            return Err(Error::Device(format!("page {page} is outside a pool of {} pages", plan.pages)));
+        };
+        let place = |(i, &start): (usize, &usize)| {
+            let bytes = plan.page_bytes(i);
+            (memory.ptr().at(start + page * bytes), bytes)
+        };
+        Ok(self.starts[group.index()].iter().enumerate().map(place).collect())
     }
 
     /// Checks a cell's address and the lengths that go with it.

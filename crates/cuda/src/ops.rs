@@ -70,7 +70,7 @@ impl<'a> CudaOps<'a> {
 
     /// Notes when a phase begins, or the pass ends, where times are asked for.
     fn note(&mut self, phase: Option<Phase>) {
-        if !self.on.options.profile || self.failed.is_some() {
+        if !self.on.timings || self.failed.is_some() {
             return;
         }
         let record = || {

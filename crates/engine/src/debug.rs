@@ -1,7 +1,7 @@
 //! Looking inside: logits, captured activations, and single sublayers.
 
 use lapidary_model::Model;
-use lapidary_ops::{Batch, BatchShape, Ops, PageTable, Phase, RowSpan, TailRows, Tap, TapPoint};
+use lapidary_ops::{Batch, BatchShape, Ops, PageTable, RowSpan, TailRows, Tap, TapPoint};
 
 use crate::error::{Error, Result};
 use crate::prompt::{check_token, push_token};
@@ -72,6 +72,11 @@ impl Stepper {
         found.ok_or_else(|| Error::NotCaptured { what: format!("{point:?}") })
     }
 
+    /// Bytes of weights that the last pass read; 0 where the device does not count them.
+    pub fn weight_bytes(&self) -> u64 {
+        self.outcome.weight_bytes
+    }
+
     /// The head applied to residual rows, `[rows, hidden]`, that any layer left: final norm, output head and softcap,
     /// which on the last layer's rows gives the logits themselves, bit for bit. Hands `(row, logits)` to `sink` in
     /// order. No sequence moves; the logits of the last step are gone.
@@ -117,17 +122,6 @@ impl Stepper {
             first += rows;
         }
         Ok(())
-    }
-
-    /// Microseconds that each phase of the last pass took on the device; empty where the device was not asked to
-    /// measure, or does not.
-    pub fn phases(&self) -> &[(Phase, f64)] {
-        &self.outcome.phases
-    }
-
-    /// Bytes of weights that the last pass read; 0 where the device does not count them.
-    pub fn weight_bytes(&self) -> u64 {
-        self.outcome.weight_bytes
     }
 
     /// Runs the attention sublayer of `layer` on the residual row `x` at `position` of the single sequence, and

@@ -1,4 +1,7 @@
 //! The GPU's fast mode against its float32 mode: models of real widths and few layers, random weights.
+//!
+//! An input rounded to bf16 is off by 2^-9 at most, 1.1e-3 in the mean square; a layer rounds six times or so, and what
+//! it adds is a part of the residual. Limits are twice what an H200 showed on 2026-11-30.
 #![cfg(feature = "cuda")]
 
 mod common;
@@ -86,20 +89,20 @@ fn check(size: Size, mix: Mix, layers: usize, limit: f64) {
 
 #[test]
 fn dense_31b() {
-    check(Size::Dense31b, Mix::Q8_0, 2, 0.03);
+    check(Size::Dense31b, Mix::Q8_0, 2, 0.007);
 }
 
 #[test]
 fn dense_31b_bf16() {
-    check(Size::Dense31b, Mix::Bf16, 2, 0.03);
+    check(Size::Dense31b, Mix::Bf16, 2, 0.007);
 }
 
 #[test]
 fn routed_26b() {
-    check(Size::Moe26b, Mix::Q4_0, 2, 0.06);
+    check(Size::Moe26b, Mix::Q4_0, 2, 0.009);
 }
 
 #[test]
 fn per_layer_e2b() {
-    check(Size::E2b, Mix::Q4KM, 25, 0.08);
+    check(Size::E2b, Mix::Q4KM, 25, 0.022);
 }

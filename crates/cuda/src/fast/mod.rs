@@ -7,7 +7,9 @@
 //! A pass that is decoded is recorded as a graph, so none of this is done again.
 
 mod emit;
+mod experts;
 mod fuse;
+mod heads;
 mod random;
 mod weights;
 

@@ -6,7 +6,8 @@ use std::time::Instant;
 use anyhow::{Context as _, bail};
 use lapidary::plan::MemoryPlan;
 use lapidary::synth::{Mix, Size, SynthOptions, write};
-use lapidary::{Checkpoint, Config, Format, LoadOptions, Phase, Prompt, Stepper};
+use lapidary::timings::Report;
+use lapidary::{Checkpoint, Config, Format, LoadOptions, Prompt, Stepper};
 use lapidary_engine::Heads;
 use serde_json::{Value, json};
 
@@ -56,7 +57,7 @@ struct Line {
     steps: Vec<f64>,
     weight_bytes: u64,
     kv_bytes: u64,
-    phases: Vec<(Phase, f64)>,
+    profile: Option<Report>,
 }
 
 pub fn run(args: &Args) -> anyhow::Result<()> {
@@ -99,10 +100,9 @@ fn measure(args: &Args, name: &str, checkpoint: &Checkpoint, random: Option<Form
         chunk: (args.chunk as usize).max(most),
         head_rows: most.max(16),
         random_weights: random,
-        profile: args.profile,
         ..args.device.options(args.compute.compute)
     };
-    let ceiling = options.device.read_bandwidth().context("the device's memory could not be measured")?;
+    let ceiling = options.device.read_bandwidth()?;
     let start = Instant::now();
     let mut stepper = match random {
         // The plan of the header is not that of the random weights.
@@ -146,8 +146,10 @@ fn measure(args: &Args, name: &str, checkpoint: &Checkpoint, random: Option<Form
         ceiling / 1e9
     )?;
     out.write_all(table(&lines, ceiling).as_bytes())?;
-    for line in lines.iter().filter(|l| !l.phases.is_empty()) {
-        out.write_all(line.profile().as_bytes())?;
+    for line in &lines {
+        if let Some(profile) = &line.profile {
+            writeln!(out, "batch {}, depth {}:\n{}", line.batch, line.depth, profile.text())?;
+        }
     }
     Ok(())
 }
@@ -163,7 +165,6 @@ fn decode(
 ) -> anyhow::Result<Line> {
     let prompt = Prompt::from(&super::ids(stepper, depth.max(1))[..]);
     let mut seconds = Vec::with_capacity(steps);
-    let mut phases: Vec<(Phase, f64)> = Vec::new();
     let (start, mut tokens) = (depth.max(1), vec![1u32; batch]);
     stepper.reset();
     if batch == 1 {
@@ -177,6 +178,9 @@ fn decode(
     let slots: Vec<usize> = (0..batch).collect();
     // The first two run as they are and are recorded; neither counts.
     for step in 0..steps + 2 {
+        if step == 2 && args.profile {
+            stepper.start_profile(false)?;
+        }
         let position = start + step;
         let clock = Instant::now();
         if batch == 1 {
@@ -187,31 +191,20 @@ fn decode(
         }
         if step >= 2 {
             seconds.push(clock.elapsed().as_secs_f64());
-            add_phases(&mut phases, stepper.phases(), steps);
         }
         // Rows that all go the same way would choose the same experts.
         let vocab = stepper.model().config.vocab as u32;
         tokens.iter_mut().enumerate().for_each(|(i, t)| *t = (*t + 7919 * i as u32) % vocab);
     }
-    let _ = args;
+    let profile = stepper.take_profile().map(|p| Report::new(&p));
     Ok(Line {
         batch,
         depth: start,
         steps: seconds,
         weight_bytes: stepper.weight_bytes(),
         kv_bytes: plan.kv_bytes_per_token(start + steps / 2) * batch as u64,
-        phases,
+        profile,
     })
-}
-
-fn add_phases(sums: &mut Vec<(Phase, f64)>, step: &[(Phase, f64)], steps: usize) {
-    for &(phase, micros) in step {
-        let share = micros / steps as f64;
-        match sums.iter_mut().find(|(p, _)| *p == phase) {
-            Some((_, sum)) => *sum += share,
-            None => sums.push((phase, share)),
-        }
-    }
 }
 
 impl Line {
@@ -232,26 +225,8 @@ impl Line {
             "weight_bytes_per_step": self.weight_bytes,
             "kv_bytes_per_step": self.kv_bytes,
             "share_of_read_bandwidth": self.share(ceiling),
-            "phases": self.phases.iter().map(|(p, us)| json!([format!("{p:?}"), us])).collect::<Vec<_>>(),
+            "profile": self.profile.as_ref().map(Report::json),
         })
-    }
-
-    /// Where a step's time goes; what the device does not account for is the host's.
-    fn profile(&self) -> String {
-        let device: f64 = self.phases.iter().map(|p| p.1).sum();
-        let step = self.step() * 1e6;
-        let each: Vec<String> = self
-            .phases
-            .iter()
-            .map(|(p, us)| format!("{p:?} {us:.0} us ({:.1} %)", us / step * 100.0))
-            .collect();
-        format!(
-            "batch {}, depth {}: {}; outside the passes {:.0} us of {step:.0}\n",
-            self.batch,
-            self.depth,
-            each.join(", "),
-            step - device
-        )
     }
 }
 
