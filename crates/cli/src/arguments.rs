@@ -3,7 +3,8 @@
 use clap::{Parser, Subcommand};
 
 use crate::commands::{
-    batch, bench, chat, check, completions, convert, dump, inspect, run, serve, steer, synth, tokenize,
+    batch, bench, chat, check, completions, convert, dump, eval, inspect, run, serve, steer, synth, tokenize,
+    verify,
 };
 #[cfg(feature = "hub")]
 use crate::commands::{list, pull, rm};
@@ -36,6 +37,7 @@ pub enum Command {
     Check(check::Args),
     Dump(dump::Args),
     Convert(convert::Args),
+    Eval(eval::Args),
     Tokenize(tokenize::Args),
     #[cfg(feature = "hub")]
     Pull(pull::Args),
@@ -45,6 +47,7 @@ pub enum Command {
     Rm(rm::Args),
     Bench(bench::Args),
     Steer(steer::Args),
+    Verify(verify::Args),
     Synth(synth::Args),
     Completions(completions::Args),
 }

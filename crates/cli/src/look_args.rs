@@ -1,13 +1,16 @@
 //! The flags that look inside an answer while it is made, and what is written of it.
 
+use std::collections::BTreeMap;
 use std::io::{Write, stderr};
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 use clap::Args;
 use lapidary::capture::CaptureSpec;
+use lapidary::timings::{Report, chrome_trace};
 use lapidary::trace::{TokenTrace, TraceOptions, html};
 use lapidary::{AnswerOptions, Gemma};
+use serde_json::Value;
 
 use crate::commands::dump;
 use crate::speak::Said;
@@ -25,6 +28,12 @@ pub struct LookArgs {
     /// Write the same, with a map of experts, the sizes of the residual stream and a logit lens, as a page
     #[arg(long, value_name = "FILE")]
     pub trace_html: Option<PathBuf>,
+    /// Tell where the time of each step went, on stderr
+    #[arg(long)]
+    pub timings: bool,
+    /// Write the time of each step as a Chrome trace, which ui.perfetto.dev opens
+    #[arg(long, value_name = "FILE")]
+    pub trace_file: Option<PathBuf>,
 }
 
 /// A capture and where it goes.
@@ -61,23 +70,44 @@ impl LookArgs {
         }
     }
 
+    /// Starts the clock where times are wanted.
+    pub fn begin(&self, gemma: &mut Gemma) -> anyhow::Result<()> {
+        if self.timings || self.trace_file.is_some() {
+            gemma.start_profile(self.trace_file.is_some())?;
+        }
+        Ok(())
+    }
+
+    /// Stops the clock and writes the times; the report as JSON.
+    pub fn end(&self, gemma: &mut Gemma) -> anyhow::Result<Option<Value>> {
+        let Some(profile) = gemma.take_profile() else { return Ok(None) };
+        let report = Report::new(&profile);
+        if self.timings {
+            write!(stderr(), "{}", report.text())?;
+        }
+        if let Some(path) = &self.trace_file {
+            write_file(path, &chrome_trace(&profile).to_string())?;
+        }
+        Ok(Some(report.json()))
+    }
+
     /// Writes what came of it.
     pub fn tell(&self, said: &Said, prompt: &str, model: &str, gemma: &Gemma) -> anyhow::Result<()> {
         if let (Some(capture), Some(recording)) = (&self.capture, &said.recording) {
-            dump::save(&capture.file, &recording.tensors())?;
+            dump::save(&capture.file, &recording.tensors(), &BTreeMap::new())?;
         }
         if self.trace {
             table(&said.traces, gemma)?;
         }
         if let Some(path) = &self.trace_html {
             let experts = gemma.config().moe.map_or(0, |m| m.experts);
-            write_page(path, &html(model, prompt, &said.traces, experts, gemma.tokenizer()))?;
+            write_file(path, &html(model, prompt, &said.traces, experts, gemma.tokenizer()))?;
         }
         Ok(())
     }
 }
 
-fn write_page(path: &Path, page: &str) -> anyhow::Result<()> {
+pub(crate) fn write_file(path: &Path, page: &str) -> anyhow::Result<()> {
     std::fs::write(path, page).with_context(|| format!("cannot write {}", path.display()))
 }
 

@@ -22,6 +22,7 @@ pub enum Unit {
     Bytes,
     Tokens,
     Requests,
+    Prompts,
 }
 
 impl Bar {
@@ -41,6 +42,7 @@ impl Bar {
                 Unit::Bytes => "{msg} {wide_bar} {bytes}/{total_bytes} {bytes_per_sec} {eta}",
                 Unit::Tokens => "{msg} {wide_bar} {pos}/{len} tokens {per_sec} {eta}",
                 Unit::Requests => "{msg} {wide_bar} {pos}/{len} requests {per_sec} {eta}",
+                Unit::Prompts => "{msg} {wide_bar} {pos}/{len} {per_sec} {eta}",
             };
             bar.set_style(ProgressStyle::with_template(template).expect("the template is well-formed"));
             bar.set_message(self.what.clone());

@@ -14,12 +14,14 @@ const COMMANDS: &[&str] = &[
     "check",
     "dump",
     "convert",
+    "eval",
     "tokenize",
     "pull",
     "list",
     "rm",
     "bench",
     "steer",
+    "verify",
     "synth",
     "completions",
 ];
@@ -73,6 +75,7 @@ mod clap_words {
                 "--also",
                 "hidden.N",
             ],
+            "eval" => &["ppl", "kl", "choice", "--record"],
             "convert" => &["FORMAT", "--model", "--output", "-o", "--pure", "--name", "--json", "q4_k_m"],
             "tokenize" => &["--ids", "--special", "--no-bos", "--json"],
             "pull" => &["REPO", "--offline", "--json", "HF_TOKEN", "HF_HOME", "HF_ENDPOINT"],
@@ -82,6 +85,7 @@ mod clap_words {
                 &["--prompt", "-p", "--generate", "-n", "--threads", "-t", "--repetitions", "-r", "--json"]
             }
             "steer" => &["fit", "show"],
+            "verify" => &["--model", "--against", "--write", "--tokens", "--json"],
             "synth" => {
                 &["MODEL", "FORMAT", "--output", "-o", "--layers", "--seed", "--sparse", "--tokenizer"]
             }

@@ -1,11 +1,13 @@
 //! The backend: what it owns, and how a pass runs.
 
 use std::sync::{Mutex, PoisonError};
+use std::time::Instant;
 
 use lapidary_formats::{Format, TensorView};
 use lapidary_ops::{
     Act, ActKind, ActRows, ActSpec, Backend, Batch, BatchShape, DeviceReport, Error, FileMap, Gain, Group,
-    KernelReport, KvPlan, KvRef, Mat, MemoryUse, Ops, Outcome, PAGE_TOKENS, Projections, Result, SteerSet,
+    KernelReport, KvPlan, KvRef, Mat, MemoryUse, Ops, Outcome, PAGE_TOKENS, PassTiming, Projections, Result,
+    SteerSet,
 };
 
 use crate::buffers::Buffer;
@@ -54,6 +56,7 @@ pub struct CpuBackend {
     upload: Upload,
     uploaded: bool,
     steer_sets: Vec<Option<SteerSet>>,
+    timings: bool,
     workspace: Workspace,
     scratch: Vec<Mutex<Scratch>>,
     outcome: Option<Outcome>,
@@ -90,6 +93,7 @@ impl CpuBackend {
             upload: Upload::default(),
             uploaded: false,
             steer_sets: Vec::new(),
+            timings: false,
             workspace: Workspace::empty()?,
             scratch: (0..workers).map(|_| Mutex::default()).collect(),
             outcome: None,
@@ -98,7 +102,7 @@ impl CpuBackend {
 
     /// Workers of the team.
     pub fn threads(&self) -> usize {
-        self.team.sync().workers()
+        self.team.workers()
     }
 
     fn packing(&self) -> Packing<'_> {
@@ -199,6 +203,11 @@ impl Backend for CpuBackend {
         Ok(())
     }
 
+    fn timings(&mut self, on: bool) -> Result<()> {
+        self.timings = on;
+        Ok(())
+    }
+
     fn upload(&mut self, batch: &Batch) -> Result<()> {
         self.uploaded = false;
         for (what, rows, limit) in [
@@ -222,7 +231,7 @@ impl Backend for CpuBackend {
         }
         self.outcome = None;
         let sync = self.team.sync();
-        let best = (0..sync.workers()).map(|_| Mutex::default()).collect();
+        let best = (0..self.team.workers()).map(|_| Mutex::default()).collect();
         let pass = Pass {
             isa: self.isa,
             sync,
@@ -236,21 +245,25 @@ impl Backend for CpuBackend {
             workspace_floats: unsafe { self.workspace.bytes() } / size_of::<f32>(),
             outcome: Mutex::default(),
             best,
+            clock: self.timings.then(|| (Instant::now(), Mutex::default())),
             steer_sets: &self.steer_sets,
             projections: (0..sync.workers()).map(|_| Mutex::default()).collect(),
         };
         let scratch = &self.scratch;
-        let done = self.team.run(&|worker| {
+        self.team.run(&|worker| {
             let mut scratch = scratch[worker].lock().unwrap_or_else(PoisonError::into_inner);
             program(&mut CpuOps::new(&pass, worker, shape.rows, &mut scratch));
-        });
-        done.map_err(|message| Error::WorkerPanicked { message })?;
+        })?;
+        let device = pass.clock.as_ref().map(|(begun, _)| begun.elapsed());
         let mut outcome = pass.outcome.into_inner().unwrap_or_else(PoisonError::into_inner);
         if shape.steered {
             let noted =
                 pass.projections.into_iter().map(|n| n.into_inner().unwrap_or_else(PoisonError::into_inner));
             outcome.projections = projections(&self.upload.batch.steer, &self.steer_sets, noted.flatten());
         }
+        outcome.timing = pass.clock.zip(device).map(|((_, marks), device)| {
+            PassTiming::from_marks(&marks.into_inner().unwrap_or_else(PoisonError::into_inner), device)
+        });
         self.outcome = Some(outcome);
         Ok(())
     }
@@ -269,12 +282,11 @@ impl Backend for CpuBackend {
         Ok(())
     }
 
-    fn visit_rows(&mut self, act: Act, rows: &[usize], visit: &mut dyn FnMut(usize, &[f32])) -> Result<()> {
+    fn lend_rows(&mut self, act: Act, rows: &[usize], to: &mut dyn FnMut(&[&[f32]])) -> Result<()> {
         let buffer = self.readable(act, rows.iter().max().map_or(0, |last| last + 1))?;
-        for (i, &row) in rows.iter().enumerate() {
-            // SAFETY: no pass runs while the backend is borrowed here.
-            visit(i, unsafe { buffer.row(row) });
-        }
+        // SAFETY: no pass runs while the backend is borrowed here.
+        let lent: Vec<&[f32]> = rows.iter().map(|&row| unsafe { buffer.row(row) }).collect();
+        to(&lent);
         Ok(())
     }
 

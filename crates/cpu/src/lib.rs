@@ -14,6 +14,7 @@
 mod attention;
 mod backend;
 mod buffers;
+mod crowd;
 mod decode;
 pub mod footprint;
 mod int8;

@@ -257,7 +257,7 @@ fn in_row_chunks(
     }
     let next = AtomicUsize::new(0);
     let first_error: Mutex<Option<(usize, Error)>> = Mutex::new(None);
-    let done = team.run(&|_| {
+    team.run(&|_| {
         loop {
             let start = next.fetch_add(rows, Ordering::Relaxed);
             if start >= view.rows {
@@ -272,8 +272,7 @@ fn in_row_chunks(
                 return;
             }
         }
-    });
-    done.map_err(|message| Error::WorkerPanicked { message })?;
+    })?;
     match first_error.into_inner().unwrap_or_else(PoisonError::into_inner) {
         Some((_, error)) => Err(error),
         None => Ok(()),

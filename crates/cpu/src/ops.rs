@@ -7,7 +7,8 @@
 use std::ops::Range;
 
 use lapidary_ops::{
-    Act, Activation, AttnSpec, ExpertSpec, Mat, Norm, Ops, PerLayerSpec, QkvSpec, RouteSpec, Tap, TapPoint,
+    Act, Activation, AttnSpec, ExpertSpec, Mat, Norm, Ops, PerLayerSpec, Phase, QkvSpec, RouteSpec, Tap,
+    TapPoint,
 };
 
 use crate::buffers::Buffer;
@@ -24,6 +25,11 @@ pub(crate) enum Scope {
     /// In any other way.
     Shared,
 }
+
+/// Claims that each worker makes of one matrix, about: few enough to be cheap, many enough to even out.
+const CLAIMS_PER_WORKER: usize = 12;
+/// Rows of x up to which the time of a product is that of reading the weights.
+const FEW_ROWS: usize = 4;
 
 /// One worker's view of a pass.
 #[derive(Debug)]
@@ -72,6 +78,16 @@ impl<'a> CpuOps<'a> {
 
     pub fn claim(&self, counter: usize, chunk: usize, total: usize) -> Option<Range<usize>> {
         self.pass.sync.claim(counter, chunk, total)
+    }
+
+    /// Claims the next of `total` items that each read their weights once: shares of what is left, multiples of `least`,
+    /// where few rows wait for memory; else chunks that a core's cache keeps from one block of rows to the next.
+    pub fn claim_weights(&self, least: usize, total: usize) -> Option<Range<usize>> {
+        if self.rows <= FEW_ROWS {
+            return self.pass.sync.claim_share(0, least, total);
+        }
+        let chunk = (total / (self.workers() * CLAIMS_PER_WORKER)).max(1).next_multiple_of(least);
+        self.claim(0, chunk, total)
     }
 
     /// The rows that belong to this worker in verbs of scope `Rows`.
@@ -282,6 +298,15 @@ impl Ops for CpuOps<'_> {
 
     fn steer(&mut self, x: Act, layer: usize) {
         self.steer_rows(x, layer);
+    }
+
+    // Worker 0 stands for the team: between two meetings its share of the rows is as long as anybody's.
+    fn mark(&mut self, phase: Phase) {
+        if self.worker == 0
+            && let Some((begun, marks)) = &self.pass.clock
+        {
+            marks.lock().expect("only worker 0 marks").push((phase, begun.elapsed()));
+        }
     }
 
     fn tap(&mut self, point: TapPoint, x: Act) {

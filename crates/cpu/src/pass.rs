@@ -2,9 +2,10 @@
 
 use std::cell::UnsafeCell;
 use std::sync::Mutex;
+use std::time::{Duration, Instant};
 
 use lapidary_ops::{
-    Act, Batch, Error, GROUPS, Gain, Group, KvPlan, Mat, Outcome, PAGE_TOKENS, Result, SteerSet,
+    Act, Batch, Error, GROUPS, Gain, Group, KvPlan, Mat, Outcome, PAGE_TOKENS, Phase, Result, SteerSet,
 };
 
 use crate::attention::Sums;
@@ -16,7 +17,7 @@ use crate::memory::{Aligned, Grow};
 use crate::moe::Gathered;
 use crate::norm;
 use crate::ops::Best;
-use crate::team::Sync as TeamSync;
+use crate::team::{Sync as TeamSync, fail};
 
 /// One pass, shared by the workers.
 #[derive(Debug)]
@@ -34,6 +35,8 @@ pub(crate) struct Pass<'a> {
     pub outcome: Mutex<Outcome>,
     /// By worker: the best of its columns for each row of [`argmax`](lapidary_ops::Ops::argmax).
     pub best: Vec<Mutex<Vec<Best>>>,
+    /// When the pass began, and the marks of worker 0 since then, where times are wanted.
+    pub clock: Option<(Instant, Mutex<Vec<(Phase, Duration)>>)>,
     /// The steering sets that the device holds.
     pub steer_sets: &'a [Option<SteerSet>],
     /// By worker: row of the batch, edit and projection of what was steered.
@@ -156,14 +159,14 @@ impl Workspace {
         unsafe { (*self.0.get()).len() }
     }
 
-    /// Makes room for `floats` values; contents are lost.
+    /// Makes room for `floats` values; contents are lost. Fails the job where there is no memory.
     ///
     /// # Safety
     /// No other worker uses the workspace until the next meeting.
     pub unsafe fn grow(&self, floats: usize) {
-        let grown = Aligned::zeroed(floats * size_of::<f32>(), "intermediate values of a pass");
+        let grown = Aligned::zeroed(floats.saturating_mul(size_of::<f32>()), "intermediate values of a pass");
         // SAFETY: the caller's.
-        unsafe { *self.0.get() = grown.unwrap_or_else(|e| panic!("{e}")) }
+        unsafe { *self.0.get() = grown.unwrap_or_else(|error| fail(error)) }
     }
 
     /// Where values `from .. from + len` are.

@@ -1,4 +1,5 @@
-//! The team: a fixed set of workers that all run the same function at once.
+//! The team: a fixed set of workers that run the same function at once, all of them or, on a [crowded](Crowd) machine,
+//! the first few.
 //!
 //! The caller of [`Team::run`] is worker 0. Between parts of a job workers meet at [`Sync::meet`]: they spin
 //! for a bounded while, because the next part is microseconds away, and then sleep, because on a shared
@@ -7,9 +8,14 @@
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use lapidary_ops::{Error, Result};
+
+use crate::crowd::{Crowd, waited_for_core};
 
 /// Turns of the spin loop before a waiter sleeps, about 20 microseconds.
 const SPINS: u32 = 2_000;
@@ -59,7 +65,8 @@ impl Signal {
 /// Where the workers of a job meet, and the counters that they claim work from.
 #[derive(Debug)]
 pub(crate) struct Sync {
-    workers: usize,
+    /// Of the job that runs.
+    workers: AtomicUsize,
     arrived: AtomicUsize,
     meetings: Signal,
     poisoned: AtomicBool,
@@ -72,7 +79,7 @@ struct Left;
 impl Sync {
     fn new(workers: usize) -> Sync {
         Sync {
-            workers,
+            workers: AtomicUsize::new(workers),
             arrived: AtomicUsize::new(0),
             meetings: Signal::default(),
             poisoned: AtomicBool::new(false),
@@ -80,20 +87,21 @@ impl Sync {
         }
     }
 
-    /// Workers of the team.
+    /// Workers of the job that runs.
     pub fn workers(&self) -> usize {
-        self.workers
+        self.workers.load(Ordering::Relaxed)
     }
 
     /// Waits until every worker is here; the counters start from 0 afterwards. Everything that any worker
     /// wrote before is visible to all after.
     pub fn meet(&self) {
-        if self.workers == 1 {
+        let workers = self.workers();
+        if workers == 1 {
             self.reset_claims();
             return;
         }
         let before = self.meetings.value.load(Ordering::SeqCst);
-        if self.arrived.fetch_add(1, Ordering::AcqRel) + 1 == self.workers {
+        if self.arrived.fetch_add(1, Ordering::AcqRel) + 1 == workers {
             self.arrived.store(0, Ordering::Relaxed);
             self.reset_claims();
             self.meetings.advance();
@@ -113,6 +121,21 @@ impl Sync {
         (from < total).then(|| from..(from + chunk).min(total))
     }
 
+    /// Claims a share of what is left of `total` items, a multiple of `least` but for the last: large shares first, since
+    /// each new place in memory has to be found, and small ones in the end, so that all are done together.
+    pub fn claim_share(&self, counter: usize, least: usize, total: usize) -> Option<std::ops::Range<usize>> {
+        let claims = &self.claims[counter];
+        let share = |from: usize| {
+            (total.saturating_sub(from) / (2 * self.workers()))
+                .max(1)
+                .next_multiple_of(least)
+                .min(total - from)
+        };
+        let next = |from: usize| (from < total).then(|| from + share(from));
+        let from = claims.fetch_update(Ordering::Relaxed, Ordering::Relaxed, next).ok()?;
+        Some(from..from + share(from))
+    }
+
     fn reset_claims(&self) {
         self.claims.iter().for_each(|c| c.store(0, Ordering::Relaxed));
     }
@@ -122,7 +145,8 @@ impl Sync {
         self.meetings.wake_all();
     }
 
-    fn reset(&self) {
+    fn reset(&self, workers: usize) {
+        self.workers.store(workers, Ordering::SeqCst);
         self.arrived.store(0, Ordering::SeqCst);
         self.poisoned.store(false, Ordering::SeqCst);
         self.reset_claims();
@@ -139,10 +163,13 @@ unsafe impl Send for Job {}
 struct Shared {
     sync: Sync,
     job: Mutex<Option<Job>>,
-    started: Signal,
+    /// By worker, the first left out: jobs that it was called to.
+    started: Vec<Signal>,
     finished: Signal,
+    /// Nanoseconds that workers waited for their cores.
+    waited: AtomicU64,
     stop: AtomicBool,
-    panic: Mutex<Option<String>>,
+    error: Mutex<Option<Error>>,
 }
 
 /// The workers.
@@ -150,12 +177,12 @@ pub(crate) struct Team {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
     /// Held for the length of a job: one at a time.
-    turn: Mutex<()>,
+    turn: Mutex<Crowd>,
 }
 
 impl std::fmt::Debug for Team {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Team({} workers)", self.shared.sync.workers)
+        write!(f, "Team({} workers)", self.workers())
     }
 }
 
@@ -165,12 +192,13 @@ impl Team {
         let shared = Arc::new(Shared {
             sync: Sync::new(workers),
             job: Mutex::new(None),
-            started: Signal::default(),
+            started: (1..workers).map(|_| Signal::default()).collect(),
             finished: Signal::default(),
+            waited: AtomicU64::new(0),
             stop: AtomicBool::new(false),
-            panic: Mutex::new(None),
+            error: Mutex::new(None),
         });
-        let mut team = Team { shared, threads: Vec::new(), turn: Mutex::new(()) };
+        let mut team = Team { shared, threads: Vec::new(), turn: Mutex::new(Crowd::new(workers)) };
         for id in 1..workers {
             let shared = Arc::clone(&team.shared);
             let thread = std::thread::Builder::new()
@@ -181,31 +209,50 @@ impl Team {
         Ok(team)
     }
 
+    /// Workers of the team, whether they run or sit out.
+    pub fn workers(&self) -> usize {
+        self.threads.len() + 1
+    }
+
     /// Where the workers meet.
     pub fn sync(&self) -> &Sync {
         &self.shared.sync
     }
 
-    /// Runs `job(worker)` on every worker and returns when all are done; the message of the first panic if
-    /// there was one. The team can run the next job after either.
-    pub fn run(&self, job: &(dyn Fn(usize) + std::marker::Sync)) -> Result<(), String> {
+    /// Runs `job(worker)` on the workers from 0 on, [`Sync::workers`] of them, and returns when all are done; the
+    /// error of the first that failed. The team can run the next job after either.
+    ///
+    /// # Errors
+    /// What a worker threw with [`fail`], `WorkerPanicked` for any other panic.
+    pub fn run(&self, job: &(dyn Fn(usize) + std::marker::Sync)) -> Result<()> {
         let shared = &*self.shared;
-        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
-        shared.sync.reset();
-        if shared.sync.workers > 1 {
+        let mut crowd = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.workers() > 1 {
+            // What the caller waited for before is none of the team's time.
+            waited_for_core();
+        }
+        let start = Instant::now();
+        let workers = crowd.workers(start);
+        shared.sync.reset(workers);
+        if workers > 1 {
             // SAFETY: only the lifetime changes; the wait below ends before `job` does, and workers touch the
             // job only before they report that they are done.
             let job: &'static (dyn Fn(usize) + std::marker::Sync) = unsafe { std::mem::transmute(job) };
             *shared.job.lock().unwrap_or_else(PoisonError::into_inner) = Some(Job(job));
-            let done = shared.finished.value.load(Ordering::SeqCst) + shared.sync.workers - 1;
-            shared.started.advance();
+            let done = shared.finished.value.load(Ordering::SeqCst) + workers - 1;
+            shared.started[..workers - 1].iter().for_each(Signal::advance);
             part(shared, job, 0);
             shared.finished.wait_until(|| shared.finished.value.load(Ordering::SeqCst) == done);
         } else {
             part(shared, job, 0);
         }
-        match shared.panic.lock().unwrap_or_else(PoisonError::into_inner).take() {
-            Some(message) => Err(message),
+        if self.workers() > 1 {
+            let waited = Duration::from_nanos(shared.waited.swap(0, Ordering::Relaxed)) + waited_for_core();
+            let now = Instant::now();
+            crowd.record(now, now - start, waited);
+        }
+        match shared.error.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            Some(error) => Err(error),
             None => Ok(()),
         }
     }
@@ -214,7 +261,7 @@ impl Team {
 impl Drop for Team {
     fn drop(&mut self) {
         self.shared.stop.store(true, Ordering::SeqCst);
-        self.shared.started.advance();
+        self.shared.started.iter().for_each(Signal::advance);
         for thread in self.threads.drain(..) {
             // A worker catches every panic of its jobs, so there is nothing to learn from the result.
             let _ = thread.join();
@@ -224,9 +271,10 @@ impl Drop for Team {
 
 /// What a worker's thread does for its whole life.
 fn serve(shared: &Shared, id: usize) {
+    let started = &shared.started[id - 1];
     let mut seen = 0;
     loop {
-        shared.started.wait_until(|| shared.started.value.load(Ordering::SeqCst) != seen);
+        started.wait_until(|| started.value.load(Ordering::SeqCst) != seen);
         seen += 1;
         if shared.stop.load(Ordering::SeqCst) {
             return;
@@ -236,6 +284,7 @@ fn serve(shared: &Shared, id: usize) {
             // SAFETY: `run` keeps the function alive until this worker has reported below.
             part(shared, unsafe { &*job.0 }, id);
         }
+        shared.waited.fetch_add(waited_for_core().as_nanos() as u64, Ordering::Relaxed);
         shared.finished.advance();
     }
 }
@@ -244,10 +293,23 @@ fn serve(shared: &Shared, id: usize) {
 fn part(shared: &Shared, job: &(dyn Fn(usize) + std::marker::Sync), id: usize) {
     if let Err(payload) = catch_unwind(AssertUnwindSafe(|| job(id))) {
         if !payload.is::<Left>() {
-            let mut first = shared.panic.lock().unwrap_or_else(PoisonError::into_inner);
-            first.get_or_insert_with(|| message_of(&*payload));
+            let mut first = shared.error.lock().unwrap_or_else(PoisonError::into_inner);
+            first.get_or_insert_with(|| error_of(payload));
         }
         shared.sync.poison();
+    }
+}
+
+/// Ends the job for all workers, from inside it, with an error.
+pub(crate) fn fail(error: Error) -> ! {
+    // Unwinding like this prints nothing: whoever asked for the job is told.
+    resume_unwind(Box::new(error))
+}
+
+fn error_of(payload: Box<dyn Any + Send>) -> Error {
+    match payload.downcast::<Error>() {
+        Ok(error) => *error,
+        Err(payload) => Error::WorkerPanicked { message: message_of(&*payload) },
     }
 }
 
@@ -279,9 +341,15 @@ mod tests {
                                 taken[i].fetch_add(1, Ordering::Relaxed);
                             }
                         }
+                        while let Some(range) = sync.sync.claim_share(1, 4, taken.len()) {
+                            assert!(range.start % 4 == 0);
+                            for i in range {
+                                taken[i].fetch_add(1, Ordering::Relaxed);
+                            }
+                        }
                         sync.sync.meet();
                     }
-                    assert!(taken.iter().all(|t| t.load(Ordering::Relaxed) == 3));
+                    assert!(taken.iter().all(|t| t.load(Ordering::Relaxed) == 6));
                 })
                 .expect("no worker panics");
             }
@@ -301,7 +369,17 @@ mod tests {
                         shared.sync.meet();
                     })
                     .expect_err("the panic is reported");
-                assert!(error.contains(&format!("worker {victim} fails")), "{error}");
+                assert!(error.to_string().contains(&format!("worker {victim} fails")), "{error}");
+                let shared = Arc::clone(&team.shared);
+                let error = team
+                    .run(&|id| {
+                        if id == victim {
+                            fail(Error::OutOfMemory { what: "a block".into(), needed: 3, available: 0 });
+                        }
+                        shared.sync.meet();
+                    })
+                    .expect_err("the error is reported");
+                assert!(matches!(error, Error::OutOfMemory { needed: 3, .. }), "{error}");
                 let shared = Arc::clone(&team.shared);
                 team.run(&|_| shared.sync.meet()).expect("the next job runs");
             }

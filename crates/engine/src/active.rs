@@ -8,17 +8,25 @@ use lapidary_model::Config;
 use crate::error::Result;
 use crate::guide::{Allowed, Guide, StopCause, Verdict};
 use crate::prompt::{Prompt, check_token};
-use crate::request::{EngineEvent, EngineRequest, EngineUsage, FailureKind, Sink};
+use crate::request::{
+    EngineEvent, EngineRequest, EngineUsage, FailureKind, Score, ScoreEvent, ScoreRequest, ScoreSink, Sink,
+};
 use crate::sampling::{Limits, Sampled, Sampler, SamplingError, TokenCounts, TokenMask};
 
 /// A request that has not ended.
 pub(crate) struct Active {
-    sink: Box<dyn Sink>,
+    sink: Out,
+    /// Tokens whose probabilities are wanted, with what comes before them.
+    scored: Vec<u32>,
+    /// What the batch that was just run said of them.
+    pub scores: Vec<Score>,
     guide: Option<Box<dyn Guide>>,
     sampler: Sampler,
     counts: TokenCounts,
     stop_ids: Vec<u32>,
     min_tokens: usize,
+    /// Tokens that can be fed back.
+    vocab: usize,
     allowed: Next,
     /// The mask that the guide gave, when `allowed` says so.
     mask: TokenMask,
@@ -31,6 +39,12 @@ pub(crate) struct Active {
     pub last_token: Option<Instant>,
     /// What the batch that was just run gave, until the scheduler has said what it means.
     pub chosen: Option<Chosen>,
+}
+
+/// Where events go.
+enum Out {
+    Answer(Box<dyn Sink>),
+    Scores(Box<dyn ScoreSink>),
 }
 
 /// A token, and whether the guide ends the answer with it.
@@ -84,12 +98,15 @@ impl Active {
             counts.record_prompt(&prompt.tokens);
         }
         Ok(Active {
-            sink,
+            sink: Out::Answer(sink),
+            scored: Vec::new(),
+            scores: Vec::new(),
             guide,
             sampler,
             counts,
             stop_ids,
             min_tokens,
+            vocab: config.per_layer.map_or(config.vocab, |p| p.vocab.min(config.vocab)),
             allowed: Next::Free,
             mask: TokenMask::default(),
             usage: EngineUsage { prompt_tokens: prompt.tokens.len(), ..EngineUsage::default() },
@@ -100,6 +117,26 @@ impl Active {
             last_token: None,
             chosen: None,
         })
+    }
+
+    /// A request for scores alone.
+    pub fn scoring(config: &Config, request: ScoreRequest, submitted: Instant) -> Result<Active> {
+        let ScoreRequest { prompt, top, timeout, sink, .. } = request;
+        let unheard: Box<dyn Sink> = Box::new(|_| true);
+        let answer =
+            EngineRequest { logprobs: Some(top), timeout, ..EngineRequest::new(Prompt::default(), unheard) };
+        let active = Active::new(config, &prompt, answer, submitted)?;
+        Ok(Active { sink: Out::Scores(sink), scored: prompt.tokens, ..active })
+    }
+
+    /// Says how likely the prompt's token at `position` is, given the logits of the row before it.
+    pub fn score(&mut self, logits: &[f32], position: usize) -> Result<(), FailureKind> {
+        let token = self.scored[position];
+        let report = self.sampler.report(logits, position as u64, token);
+        let report = report.map_err(|_| FailureKind::NonFinite { position: position - 1 })?;
+        let logprob = report.logprob.expect("scoring asks for it");
+        self.scores.push(Score { position, token, logprob, top: report.top });
+        Ok(())
     }
 
     /// Tokens that end the answer.
@@ -166,6 +203,12 @@ impl Active {
             other => FailureKind::Guide(other.to_string()),
         };
         let at = position as u64;
+        if let Next::Force(token) = self.allowed
+            && token as usize >= self.vocab
+        {
+            let vocab = self.vocab;
+            return Err(FailureKind::Guide(format!("token {token} was forced, the vocabulary has {vocab}")));
+        }
         let Some(logits) = logits else {
             let token = if let Next::Force(token) = self.allowed { token } else { best };
             return Ok(Sampled { token, logprob: None, top: Vec::new() });
@@ -175,12 +218,13 @@ impl Active {
         }
         let mask = (self.allowed == Next::Masked).then_some(&self.mask);
         let without: &[u32] = if self.too_early() { &self.stop_ids } else { &[] };
-        let chosen = self.sampler.sample_limited(logits, at, &self.counts, Limits { mask, without });
+        let chosen =
+            self.sampler.sample_limited(logits, Some(best), at, &self.counts, Limits { mask, without });
         match chosen {
             // A grammar that is complete allows nothing but the end.
             Err(SamplingError::NothingLeft { .. }) if !without.is_empty() && mask.is_some() => {
                 let limits = Limits { mask, without: &[] };
-                self.sampler.sample_limited(logits, at, &self.counts, limits).map_err(failed)
+                self.sampler.sample_limited(logits, Some(best), at, &self.counts, limits).map_err(failed)
             }
             other => other.map_err(failed),
         }
@@ -200,7 +244,23 @@ impl Active {
 
     /// Hands an event over; whether anybody listens, or what the sink panicked with.
     pub fn tell(&mut self, event: EngineEvent) -> Result<bool, FailureKind> {
-        guarded(|| self.sink.event(event))
+        guarded(|| match (&mut self.sink, event) {
+            (Out::Answer(sink), event) => sink.event(event),
+            (Out::Scores(sink), EngineEvent::Finished { reason, usage }) => {
+                sink.event(ScoreEvent::Finished { reason, usage })
+            }
+            // The scores themselves say how far it is.
+            (Out::Scores(_), _) => true,
+        })
+    }
+
+    /// Hands over the scores of the batch that was just run.
+    pub fn tell_scores(&mut self) -> Result<bool, FailureKind> {
+        let scores = std::mem::take(&mut self.scores);
+        match &mut self.sink {
+            Out::Scores(sink) if !scores.is_empty() => guarded(|| sink.event(ScoreEvent::Scores(scores))),
+            _ => Ok(true),
+        }
     }
 
     /// Notes that a token was handed over at `now`; how long after submission, or after the token before.

@@ -4,6 +4,7 @@ use lapidary_model::Model;
 use lapidary_ops::{Batch, BatchShape, Ops, PageTable, RowSpan, TailRows, Tap, TapPoint};
 
 use crate::error::{Error, Result};
+use crate::prompt::{check_token, push_token};
 use crate::stepper::Stepper;
 
 impl Stepper {
@@ -71,6 +72,11 @@ impl Stepper {
         found.ok_or_else(|| Error::NotCaptured { what: format!("{point:?}") })
     }
 
+    /// Bytes of weights that the last pass read; 0 where the device does not count them.
+    pub fn weight_bytes(&self) -> u64 {
+        self.outcome.weight_bytes
+    }
+
     /// The head applied to residual rows, `[rows, hidden]`, that any layer left: final norm, output head and softcap,
     /// which on the last layer's rows gives the logits themselves, bit for bit. Hands `(row, logits)` to `sink` in
     /// order. No sequence moves; the logits of the last step are gone.
@@ -130,6 +136,57 @@ impl Stepper {
             return Err(Error::Position { expected: self.single.cursor(), found: position });
         }
         self.sublayer(layer, x, &move |s, m, _| lapidary_model::forward::attention_sublayer(s, m, layer))
+    }
+
+    /// Runs `layer` alone on the residual rows `hidden`, `[tokens, hidden]`, at positions 0 on, and returns the rows
+    /// after it, its scalar included. What a layer of another model, or of another arithmetic, was given can thus be
+    /// given to this one. The single sequence is reset; a KV-sharing layer reads what its donor's last such run wrote,
+    /// so layers run in order.
+    ///
+    /// # Errors
+    /// `Layer`, `Token`, `EmptyPrompt`, `Length`, `SoftNotFinite`, `TooManyRows` for more tokens than one batch holds,
+    /// `ContextFull`.
+    pub fn layer_rows(&mut self, layer: usize, tokens: &[u32], hidden: &[f32]) -> Result<Vec<f32>> {
+        let config = &self.model().config;
+        let (layers, width, limit) = (config.layers.len(), config.hidden, self.model().limits.rows);
+        if layer >= layers {
+            return Err(Error::Layer { layer, layers });
+        }
+        if tokens.is_empty() {
+            return Err(Error::EmptyPrompt);
+        }
+        tokens.iter().try_for_each(|&token| check_token(config, token))?;
+        if hidden.len() != tokens.len() * width {
+            let expected = tokens.len() * width;
+            return Err(Error::Length { what: "residual rows", expected, found: hidden.len() });
+        }
+        if let Some(i) = hidden.iter().position(|v| !v.is_finite()) {
+            return Err(Error::SoftNotFinite { index: i / width });
+        }
+        if tokens.len() > limit {
+            return Err(Error::TooManyRows { rows: tokens.len(), limit });
+        }
+        self.single.reset();
+        self.single.room(tokens.len())?;
+        let mut b = std::mem::take(&mut self.batch);
+        b.clear();
+        for (position, &token) in tokens.iter().enumerate() {
+            push_token(&mut b, &self.runner.model().config, token, position);
+        }
+        b.soft_rows.extend(0..tokens.len() as i32);
+        b.soft_values.extend_from_slice(hidden);
+        let tables = self.single.tables(&mut b, tokens.len());
+        b.spans.push(RowSpan { first_row: 0, rows: tokens.len(), tables });
+        self.batch = b;
+        let shape = self.batch.shape(layers, TailRows::All);
+        let program = move |s: &mut dyn Ops, m: &Model, _: &BatchShape| {
+            lapidary_model::forward::layer_alone(s, m, layer);
+        };
+        self.runner.run_program(&self.batch, &shape, &program)?;
+        let act = self.model().acts.x;
+        let mut out = Vec::new();
+        self.runner.backend().read(act, tokens.len(), &mut out)?;
+        Ok(out)
     }
 
     /// Runs the feed-forward sublayer of `layer` on the residual row `x`: the routed block where the layer has

@@ -22,7 +22,7 @@ use crate::error::{Error, Result};
 use crate::metrics::EngineStats;
 use crate::pages::PagePool;
 use crate::prefix::PrefixOptions;
-use crate::request::EngineRequest;
+use crate::request::{EngineRequest, ScoreRequest};
 use crate::runner::Runner;
 use crate::scheduler::{Prepared, RequestId, SchedulerOptions, Submission};
 use crate::worker::{Command, Worker};
@@ -156,7 +156,27 @@ impl Engine {
         let (max_tokens, priority) = (request.max_tokens, request.priority);
         let prompt = std::mem::take(&mut request.prompt);
         let active = Active::new(&shared.config, &prompt, request, submitted)?;
-        let submission = Submission { prompt, max_tokens, stop_ids: active.stop_ids().to_vec(), priority };
+        let stop_ids = active.stop_ids().to_vec();
+        let submission = Submission { prompt, max_tokens, stop_ids, priority, score_from: None };
+        self.hand_over(submission, active)
+    }
+
+    /// Has the probabilities of given tokens computed, in batches with whatever else runs; no row's logits outlive
+    /// the batch.
+    ///
+    /// # Errors
+    /// As [`Engine::submit`]; `Zero` for a first token of 0.
+    pub fn score(&self, request: ScoreRequest) -> Result<Ticket> {
+        let (submitted, shared) = (Instant::now(), &self.inner.shared);
+        let (prompt, priority) = (request.prompt.clone(), request.priority);
+        let score_from = Some(request.from);
+        let active = Active::scoring(&shared.config, request, submitted)?;
+        let submission = Submission { prompt, max_tokens: 0, stop_ids: Vec::new(), priority, score_from };
+        self.hand_over(submission, active)
+    }
+
+    fn hand_over(&self, submission: Submission, active: Active) -> Result<Ticket> {
+        let shared = &self.inner.shared;
         let prepared = Prepared::new(&shared.config, &shared.options, shared.named, submission)?;
         let mut gate = shared.gate();
         if gate.closed {

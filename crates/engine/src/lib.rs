@@ -16,6 +16,7 @@ mod lane;
 pub mod metrics;
 pub mod pages;
 mod prefix;
+pub mod profile;
 mod prompt;
 mod request;
 mod runner;
@@ -31,7 +32,10 @@ pub use error::{Error, Result};
 pub use guide::{Allowed, Guide, GuideError, StopCause, Verdict};
 pub use prefix::{PrefixDir, PrefixOptions, PrefixStats, StoreStats};
 pub use prompt::{Prompt, SoftKind, SoftSpan};
-pub use request::{EngineEvent, EngineFinish, EngineRequest, EngineUsage, FailureKind, Sink};
+pub use request::{
+    EngineEvent, EngineFinish, EngineRequest, EngineUsage, FailureKind, Score, ScoreEvent, ScoreRequest,
+    ScoreSink, Sink,
+};
 pub use runner::Runner;
 pub use slots::SmokeReport;
 pub use stepper::{Chunk, Heads, Stepper};

@@ -170,6 +170,11 @@ impl<'a> Checked<'a> {
         digest(&values)
     }
 
+    /// The token of a text row.
+    pub fn text(&self, row: usize) -> Option<u32> {
+        self.soft[row].is_none().then(|| self.prompt.tokens[row])
+    }
+
     /// Whether a row is a text row with one of these tokens.
     pub fn is_one_of(&self, row: usize, tokens: &[u32]) -> bool {
         self.soft[row].is_none() && tokens.contains(&self.prompt.tokens[row])

@@ -160,3 +160,67 @@ pub struct EngineUsage {
     /// From submission to the end.
     pub total: Duration,
 }
+
+/// What is asked of [`Engine::score`](crate::Engine::score).
+pub struct ScoreRequest {
+    /// Tokens whose probabilities are wanted, and what comes before them.
+    pub prompt: Prompt,
+    /// The first of them, at least 1: nothing says how likely the first token of all is. Soft rows have none.
+    pub from: usize,
+    /// How many of the most likely tokens to report beside each.
+    pub top: usize,
+    /// Higher goes first.
+    pub priority: i8,
+    /// The request ends this long after it was submitted.
+    pub timeout: Option<Duration>,
+    /// Where events go.
+    pub sink: Box<dyn ScoreSink>,
+}
+
+impl fmt::Debug for ScoreRequest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ScoreRequest")
+            .field("prompt_tokens", &self.prompt.tokens.len())
+            .field("from", &self.from)
+            .finish_non_exhaustive()
+    }
+}
+
+/// How likely a token is after what comes before it, in the model's own softcapped distribution.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Score {
+    /// Where the token stands in the prompt.
+    pub position: usize,
+    /// The token.
+    pub token: u32,
+    /// Natural logarithm of its probability.
+    pub logprob: f32,
+    /// The most likely tokens there with theirs, best first.
+    pub top: Vec<(u32, f32)>,
+}
+
+/// What happens to a score request.
+#[derive(Clone, Debug, PartialEq)]
+pub enum ScoreEvent {
+    /// The next tokens' probabilities, in order of position; every token is reported once.
+    Scores(Vec<Score>),
+    /// The end, exactly once, and last; by `Length` when every token was reported.
+    Finished {
+        /// Why.
+        reason: EngineFinish,
+        /// Counts and times.
+        usage: EngineUsage,
+    },
+}
+
+/// Where scores go; as [`Sink`].
+pub trait ScoreSink: Send {
+    /// Takes an event; `false` when nobody listens any more, which cancels the request.
+    fn event(&mut self, event: ScoreEvent) -> bool;
+}
+
+impl<F: FnMut(ScoreEvent) -> bool + Send> ScoreSink for F {
+    fn event(&mut self, event: ScoreEvent) -> bool {
+        self(event)
+    }
+}

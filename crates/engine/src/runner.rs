@@ -1,13 +1,16 @@
 //! A model on a device, one batch at a time.
 
+use std::time::Instant;
+
 use lapidary_model::kv_plan::kv_plan;
 use lapidary_model::{Model, forward};
 use lapidary_ops::{
     Backend, Batch, BatchShape, DeviceReport, GROUPS, Group, KvFormat, KvPlan, MemoryUse, Ops, Outcome,
-    SteerSet,
+    PassTiming, SteerSet,
 };
 
 use crate::error::{Error, Result};
+use crate::profile::{Profile, Profiler};
 
 /// Owns the device and the pools; knows nothing of sequences.
 #[derive(Debug)]
@@ -17,6 +20,7 @@ pub struct Runner {
     plan: KvPlan,
     /// By index: whether the device holds a steering set there.
     steer_sets: Vec<bool>,
+    profiler: Option<Profiler>,
 }
 
 impl Runner {
@@ -37,7 +41,7 @@ impl Runner {
         let plan = kv_plan(&model.config, kv, 1, context, model.limits.rows);
         check_size(&plan)?;
         backend.kv(&plan)?;
-        Ok(Runner { model, backend, plan, steer_sets: Vec::new() })
+        Ok(Runner { model, backend, plan, steer_sets: Vec::new(), profiler: None })
     }
 
     /// The model.
@@ -140,7 +144,31 @@ impl Runner {
     /// # Errors
     /// What went wrong in it.
     pub fn collect(&mut self) -> Result<Outcome> {
-        Ok(self.backend.collect()?)
+        let outcome = self.backend.collect()?;
+        if let Some(profiler) = &mut self.profiler {
+            let timing = outcome.timing.clone().or_else(|| PassTiming::from_phases(&outcome.phases));
+            profiler.end(timing.as_ref());
+        }
+        Ok(outcome)
+    }
+
+    /// Notes from here on where the time of each step goes; with `keep_spans` each pass in detail, which a Chrome trace
+    /// is drawn from.
+    ///
+    /// # Errors
+    /// `Backend` for a device that cannot tell.
+    pub fn start_profile(&mut self, keep_spans: bool) -> Result<()> {
+        self.backend.timings(true)?;
+        self.profiler = Some(Profiler::new(keep_spans));
+        Ok(())
+    }
+
+    /// Ends the profile; `None` where none was on.
+    pub fn take_profile(&mut self) -> Option<Profile> {
+        let profile = self.profiler.take().map(Profiler::finish);
+        // What the device goes on noting nobody reads, should it refuse.
+        let _ = self.backend.timings(false);
+        profile
     }
 
     fn launch(
@@ -149,6 +177,7 @@ impl Runner {
         shape: &BatchShape,
         program: &(dyn Fn(&mut dyn Ops, &Model, &BatchShape) + Sync),
     ) -> Result<()> {
+        let start = Instant::now();
         let c = &self.model.config;
         let limits = self.model.limits;
         if shape.rows > limits.rows {
@@ -162,18 +191,21 @@ impl Runner {
         batch.check_steer(&|set| self.holds_steer_set(set)).map_err(lapidary_ops::Error::Batch)?;
         let model = &self.model;
         self.backend.upload(batch)?;
+        if let Some(profiler) = &mut self.profiler {
+            profiler.begin(batch, start);
+        }
         self.backend.run(shape, &|s| program(s, model, shape))?;
         Ok(())
     }
 
-    /// Hands `visit` the logits of some of the last pass's head rows, each with its index in `rows`, without
-    /// copying them where the device's memory is at hand.
+    /// Lends the logits of some of the last pass's head rows, without copying them where the device's memory is at
+    /// hand.
     ///
     /// # Errors
-    /// `Backend` for a row that the buffer does not have; nothing was visited then.
-    pub fn visit_logits(&mut self, rows: &[usize], visit: &mut dyn FnMut(usize, &[f32])) -> Result<()> {
+    /// `Backend` for a row that the buffer does not have; nothing was lent then.
+    pub fn lend_logits(&mut self, rows: &[usize], to: &mut dyn FnMut(&[&[f32]])) -> Result<()> {
         let logits = self.model.acts.logits;
-        Ok(self.backend.visit_rows(logits, rows, visit)?)
+        Ok(self.backend.lend_rows(logits, rows, to)?)
     }
 
     /// Appends the bytes of one page of a group, as the device stores them.

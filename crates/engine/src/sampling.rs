@@ -174,22 +174,24 @@ impl Sampler {
         position: u64,
         counts: &TokenCounts,
     ) -> Result<Sampled, SamplingError> {
-        self.sample_limited(logits, position, counts, Limits::default())
+        self.sample_limited(logits, None, position, counts, Limits::default())
     }
 
     /// [`sample`](Self::sample) among the tokens that `limits` leaves; they come before everything else and are
-    /// not in the reported logprobs.
+    /// not in the reported logprobs. `best` is a token with the largest logit of a row that was found finite, where
+    /// a device has looked already; otherwise that is done here.
     ///
     /// # Errors
     /// As for [`sample`](Self::sample).
     pub fn sample_limited(
         &mut self,
         logits: &[f32],
+        best: Option<u32>,
         position: u64,
         counts: &TokenCounts,
         limits: Limits<'_>,
     ) -> Result<Sampled, SamplingError> {
-        let kept = self.keep(logits, position, counts, limits)?;
+        let kept = self.keep(logits, best, position, counts, limits)?;
         let token = match kept {
             Kept::One(token) => token,
             Kept::All => draw(&self.scratch.weights, uniform(self.params.seed, position)) as u32,
@@ -232,17 +234,18 @@ impl Sampler {
         position: u64,
         counts: &TokenCounts,
     ) -> Result<Vec<(u32, f64)>, SamplingError> {
-        let mut weighted: Vec<(u32, f64)> = match self.keep(logits, position, counts, Limits::default())? {
-            Kept::One(token) => vec![(token, 1.0)],
-            Kept::All => {
-                let weights = self.scratch.weights.iter().enumerate();
-                weights.filter(|(_, w)| **w > 0.0).map(|(t, w)| (t as u32, f64::from(*w))).collect()
-            }
-            Kept::Some => {
-                let kept = self.scratch.kept.iter().filter(|e| e.weight > 0.0);
-                kept.map(|e| (e.token, f64::from(e.weight))).collect()
-            }
-        };
+        let mut weighted: Vec<(u32, f64)> =
+            match self.keep(logits, None, position, counts, Limits::default())? {
+                Kept::One(token) => vec![(token, 1.0)],
+                Kept::All => {
+                    let weights = self.scratch.weights.iter().enumerate();
+                    weights.filter(|(_, w)| **w > 0.0).map(|(t, w)| (t as u32, f64::from(*w))).collect()
+                }
+                Kept::Some => {
+                    let kept = self.scratch.kept.iter().filter(|e| e.weight > 0.0);
+                    kept.map(|e| (e.token, f64::from(e.weight))).collect()
+                }
+            };
         let total: f64 = weighted.iter().map(|(_, w)| w).sum();
         weighted.iter_mut().for_each(|(_, w)| *w /= total);
         weighted.sort_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
@@ -254,6 +257,7 @@ impl Sampler {
     fn keep(
         &mut self,
         logits: &[f32],
+        best: Option<u32>,
         position: u64,
         counts: &TokenCounts,
         limits: Limits<'_>,
@@ -262,7 +266,10 @@ impl Sampler {
         if logits.len() != self.vocab {
             return Err(SamplingError::LogitsLength { got: logits.len(), vocab: self.vocab, position });
         }
-        let raw_max = softmax::checked_max(logits).map_err(|e| e.at(position))?;
+        let raw_max = match best.and_then(|best| logits.get(best as usize)) {
+            Some(max) => *max,
+            None => softmax::checked_max(logits).map_err(|e| e.at(position))?,
+        };
         let (row, max) = if p.edits_logits(counts) || limits != Limits::default() {
             s.edited.clear();
             s.edited.extend_from_slice(logits);

@@ -110,6 +110,9 @@ pub struct Submission {
     pub stop_ids: Vec<u32>,
     /// Higher goes first.
     pub priority: i8,
+    /// The first token of the prompt whose probability is wanted, at least 1: the first has none. Then
+    /// `max_tokens` may be 0, for no answer at all.
+    pub score_from: Option<usize>,
 }
 
 /// A submission that was checked, apart from the scheduler so that another thread can do it.
@@ -120,6 +123,7 @@ pub(crate) struct Prepared {
     max_tokens: usize,
     stop_ids: Vec<u32>,
     priority: i8,
+    score_from: Option<usize>,
 }
 
 impl Prepared {
@@ -133,8 +137,11 @@ impl Prepared {
         named: bool,
         submission: Submission,
     ) -> Result<Prepared> {
-        let Submission { prompt, max_tokens, stop_ids, priority } = submission;
-        if max_tokens == 0 {
+        let Submission { prompt, max_tokens, stop_ids, priority, score_from } = submission;
+        if score_from == Some(0) {
+            return Err(Error::Zero { what: "score_from" });
+        }
+        if max_tokens == 0 && score_from.is_none() {
             return Err(Error::Zero { what: "max_tokens" });
         }
         let (tokens, context) = (prompt.tokens.len(), options.context);
@@ -151,7 +158,7 @@ impl Prepared {
             prompt.name_rows(&mut chain);
             chain
         });
-        Ok(Prepared { prompt, chain, max_tokens, stop_ids, priority })
+        Ok(Prepared { prompt, chain, max_tokens, stop_ids, priority, score_from })
     }
 }
 
@@ -179,10 +186,12 @@ pub struct PlanEntry {
     pub positions: Range<usize>,
     /// Which of the batch's head rows is the last of these, when a token is wanted.
     pub head: Option<usize>,
+    /// Which of the batch's head rows say how likely the prompt's next token is.
+    pub scores: Range<usize>,
 }
 
 impl Plan {
-    /// Requests that a token is wanted for, with the position that it takes, in the order of head rows.
+    /// Requests that a token is wanted for, with the position that it takes, in the order of their head rows.
     pub fn heads(&self) -> impl Iterator<Item = (RequestId, usize)> {
         self.entries.iter().filter(|e| e.head.is_some()).map(|e| (e.id, e.positions.end))
     }
@@ -349,10 +358,10 @@ impl Scheduler {
     /// full was the caller's to ask.
     pub(crate) fn enqueue(&mut self, id: RequestId, prepared: Prepared, now: Duration) {
         self.last_id = self.last_id.max(id.0);
-        let Prepared { prompt, chain, max_tokens, stop_ids, priority } = prepared;
+        let Prepared { prompt, chain, max_tokens, stop_ids, priority, score_from } = prepared;
         let rank = Rank::new(id, priority, now, self.options.priority_worth);
         self.ranks.insert(id, rank);
-        let mut sequence = Sequence::new(id, prompt, chain, max_tokens, stop_ids, now);
+        let mut sequence = Sequence::new(id, prompt, chain, max_tokens, stop_ids, score_from, now);
         self.want_snapshots(&mut sequence);
         self.waiting.insert(rank, sequence);
     }
@@ -361,6 +370,12 @@ impl Scheduler {
     /// them, but no other batch starts before that one was applied. `None` for one that has ended already.
     pub fn cancel(&mut self, id: RequestId) -> Option<SchedulerEvent> {
         self.end(id, EndReason::Cancelled)
+    }
+
+    /// Ends a request whose row at `position` gave no token, as [`Produced::Failed`] does; nothing that it left is
+    /// kept for others. `None` for one that has ended already.
+    pub fn fail(&mut self, id: RequestId, position: usize) -> Option<SchedulerEvent> {
+        self.end(id, EndReason::Failed { position })
     }
 
     /// Plans a batch and fills its columns. `None` when there is nothing to run, or a plan is in flight.
@@ -383,7 +398,7 @@ impl Scheduler {
     pub fn next_alone(&mut self, id: RequestId, now: Duration, batch: &mut Batch) -> Option<Plan> {
         let rank = *self.ranks.get(&id).filter(|_| self.in_flight.is_none())?;
         let sequence = self.running.get(&rank)?;
-        let rows = sequence.fit(sequence.cursor(), self.options.rows);
+        let rows = self.most_rows(sequence);
         let chosen = self.take_pages(vec![(rank, rows)]);
         self.start(chosen, now, batch)
     }
@@ -407,7 +422,11 @@ impl Scheduler {
             let tables = self.pool.push_tables(&sequence.pages, batch, cursor, *rows);
             batch.spans.push(RowSpan { first_row, rows: *rows, tables });
             let end = first_row + rows;
-            let head = (*rows == sequence.pending()).then(|| {
+            let first_head = batch.heads.len();
+            let scored = (cursor..cursor + rows).filter(|row| sequence.scores(*row));
+            batch.heads.extend(scored.map(|row| (first_row + row - cursor) as i32));
+            let scores = first_head..batch.heads.len();
+            let head = (*rows == sequence.pending() && sequence.answers()).then(|| {
                 batch.heads.push(end as i32 - 1);
                 batch.heads.len() - 1
             });
@@ -415,12 +434,12 @@ impl Scheduler {
             self.stats.rows += *rows as u64;
             self.stats.recomputed_rows += sequence.recomputed(*rows) as u64;
             let positions = cursor..cursor + rows;
-            entries.push(PlanEntry { id: sequence.id, rows: first_row..end, positions, head });
+            entries.push(PlanEntry { id: sequence.id, rows: first_row..end, positions, head, scores });
         }
         Plan { serial: self.stats.steps, planned_at: now, entries }
     }
 
-    /// Takes what the batch of `plan` gave, one for each of its head rows. The time since it was planned tells
+    /// Takes what the batch of `plan` gave, one for each of [`Plan::heads`]. The time since it was planned tells
     /// how fast the device is.
     ///
     /// # Errors
@@ -440,7 +459,9 @@ impl Scheduler {
         let rows = plan.entries.iter().map(|e| e.rows.len()).sum();
         self.pace.observe(rows, now.saturating_sub(plan.planned_at));
         let mut events = Vec::new();
+        let mut produced = produced.iter();
         for entry in &plan.entries {
+            let produced = entry.head.and_then(|_| produced.next());
             // Cancelled in the meantime.
             let Some(rank) = self.ranks.get(&entry.id) else { continue };
             let sequence =
@@ -450,16 +471,17 @@ impl Scheduler {
                 reuse::keep_wanted(tree, &mut self.pool, sequence);
             }
             self.pool.release_behind(&mut sequence.pages, entry.positions.end);
-            let Some(head) = entry.head else { continue };
-            let ended = match produced[head] {
-                Produced::Token(token) if check_token(&self.config, token).is_ok() => {
+            let ended = match produced {
+                None if sequence.answers() || sequence.cursor() < sequence.known() => None,
+                None => Some(EndReason::Done(FinishReason::Length)),
+                Some(&Produced::Token(token)) if check_token(&self.config, token).is_ok() => {
                     let ended = sequence.answer(token, now, self.options.context);
                     if !matches!(ended, Some(FinishReason::Stop(_))) {
                         events.push(SchedulerEvent::Token { id: entry.id, token });
                     }
                     ended.map(EndReason::Done)
                 }
-                Produced::Token(_) | Produced::Failed => {
+                Some(Produced::Token(_) | Produced::Failed) => {
                     Some(EndReason::Failed { position: entry.positions.end - 1 })
                 }
             };

@@ -1,4 +1,4 @@
-//! Steering of a stepper's sequences: which edits the rows of each get at the end of each layer.
+//! Steering of a stepper's sequences: which edits the rows of each get at the end of each layer. And its profile.
 //!
 //! Rows that were run before a set was given stay as they were, keys and values included: steering a sequence from
 //! its first token means to give the set before the prompt.
@@ -6,6 +6,7 @@
 use lapidary_ops::{Projections, SteerSet};
 
 use crate::error::Result;
+use crate::profile::Profile;
 use crate::stepper::{Seq, Stepper};
 
 /// The device's set for a sequence.
@@ -33,6 +34,19 @@ impl Stepper {
     pub fn set_slot_steering(&mut self, slot: usize, set: Option<&SteerSet>) -> Result<()> {
         self.slot(slot)?;
         self.runner.steer_set(index(Seq::Slot(slot)), set)
+    }
+
+    /// [`Runner::start_profile`](crate::Runner::start_profile) for the steps of this stepper.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn start_profile(&mut self, keep_spans: bool) -> Result<()> {
+        self.runner.start_profile(keep_spans)
+    }
+
+    /// [`Runner::take_profile`](crate::Runner::take_profile).
+    pub fn take_profile(&mut self) -> Option<Profile> {
+        self.runner.take_profile()
     }
 
     /// What the rows of the last batch projected onto their directions before each edit, by row and index of the

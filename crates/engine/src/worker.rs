@@ -11,14 +11,15 @@
 use std::collections::{HashMap, VecDeque};
 use std::mem;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, TryRecvError};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::available_parallelism;
 use std::time::{Duration, Instant};
 
 use lapidary_ops::{Batch, Group, Outcome, PAGE_TOKENS, TailRows};
 use sha2::{Digest, Sha256};
 
-use crate::active::{Active, Reads, TokenTime, guarded, message};
+use crate::active::{Active, Chosen, Reads, TokenTime, guarded, message};
 use crate::engine::{EngineOptions, Shared};
 use crate::error::{Error, Result};
 use crate::generate::FinishReason;
@@ -28,6 +29,8 @@ use crate::request::{EngineEvent, EngineFinish, FailureKind};
 use crate::runner::Runner;
 use crate::scheduler::{EndReason, Plan, Prepared, Produced, RequestId, Scheduler, SchedulerEvent, Wanted};
 
+/// Logits that one thread reads before another is worth starting.
+const READ_ALONE: usize = 300_000;
 /// Changes when stored pages of earlier versions must not be read any more.
 const LAYOUT: &str = "lapidary pages 1";
 /// How often an engine looks at the time while all its requests wait for stored pages.
@@ -50,6 +53,67 @@ pub(crate) enum Command {
     Shutdown,
 }
 
+/// What is to be made of one request's logits.
+struct Job<'a> {
+    id: RequestId,
+    active: &'a mut Active,
+    reads: Vec<Read>,
+    failure: Option<FailureKind>,
+}
+
+/// A row of logits that is to be read.
+struct Read {
+    /// Among those that are lent.
+    row: usize,
+    /// Of the token that follows.
+    position: usize,
+    /// The token with the largest logit, for an answer; `None` where the prompt's own token is scored.
+    best: Option<u32>,
+}
+
+impl Job<'_> {
+    fn run(&mut self, logits: &[&[f32]]) {
+        for Read { row, position, best } in mem::take(&mut self.reads) {
+            if self.failure.is_some() {
+                return;
+            }
+            match best {
+                None => self.failure = self.active.score(logits[row], position).err(),
+                Some(best) => self.note(|active| active.choose(Some(logits[row]), best, position)),
+            }
+        }
+    }
+
+    fn note(&mut self, choose: impl FnOnce(&mut Active) -> Result<Chosen, FailureKind>) {
+        match choose(self.active) {
+            Ok(chosen) => self.active.chosen = Some(chosen),
+            Err(kind) => self.failure = Some(kind),
+        }
+    }
+}
+
+/// Runs all jobs; several threads share them when there is more to read than starting threads takes.
+fn run_all(jobs: &mut [Job<'_>], logits: &[&[f32]]) {
+    let work: usize = logits.iter().map(|row| row.len()).sum();
+    let threads = (work / READ_ALONE).min(logits.len()).min(available_parallelism().map_or(1, usize::from));
+    if threads < 2 {
+        jobs.iter_mut().for_each(|job| job.run(logits));
+        return;
+    }
+    // By number of rows, since one request may have many.
+    jobs.sort_by_key(|job| std::cmp::Reverse(job.reads.len()));
+    let next = Mutex::new(jobs.iter_mut());
+    let work = || {
+        while let Some(job) = { next.lock().unwrap_or_else(PoisonError::into_inner).next() } {
+            job.run(logits);
+        }
+    };
+    std::thread::scope(|scope| {
+        (1..threads).for_each(|_| drop(scope.spawn(work)));
+        work();
+    });
+}
+
 /// The thread's own.
 pub(crate) struct Worker {
     runner: Runner,
@@ -66,6 +130,8 @@ pub(crate) struct Worker {
     /// Requests of a pass that failed, to be run alone.
     suspects: VecDeque<RequestId>,
     batch: Batch,
+    /// Rows of the batch at hand whose logits are wanted.
+    batch_heads: Vec<i32>,
     begun: Instant,
     stats: EngineStats,
     /// Requests that have ended since the figures were last put in.
@@ -95,6 +161,7 @@ impl Worker {
             loading: HashMap::new(),
             suspects: VecDeque::new(),
             batch: Batch::default(),
+            batch_heads: Vec::new(),
             begun: Instant::now(),
             stats: EngineStats::default(),
             ended: 0,
@@ -255,6 +322,7 @@ impl Worker {
     fn step(&mut self) {
         let mut batch = mem::take(&mut self.batch);
         if let Some(plan) = self.plan(&mut batch) {
+            self.batch_heads.clone_from(&batch.heads);
             self.announce(&plan);
             match self.forward(&plan, &batch) {
                 Ok(outcome) => self.answer(&plan, &outcome),
@@ -356,49 +424,65 @@ impl Worker {
         }
     }
 
+    /// Chooses tokens and reads scores, several requests at once where there is much to read.
     fn choose(&mut self, plan: &Plan, outcome: &Outcome) -> Vec<Produced> {
-        let heads: Vec<(RequestId, usize)> = plan.heads().collect();
-        let mut failures: Vec<(RequestId, FailureKind)> = Vec::new();
-        let mut read: Vec<usize> = Vec::new();
-        for (head, &(id, position)) in heads.iter().enumerate() {
+        let (mut rows, mut jobs) = (Vec::new(), Vec::new());
+        let mut active: HashMap<RequestId, &mut Box<Active>> =
+            self.active.iter_mut().map(|(id, active)| (*id, active)).collect();
+        for entry in &plan.entries {
             // Ended since the batch was planned.
-            let Some(active) = self.active.get_mut(&id) else { continue };
-            match outcome.argmax.get(head).map(|&best| u32::try_from(best)) {
-                Some(Ok(best)) => match active.reads() {
-                    Reads::Logits => read.push(head),
-                    Reads::Nothing => match active.choose(None, best, position) {
-                        Ok(chosen) => active.chosen = Some(chosen),
-                        Err(kind) => failures.push((id, kind)),
+            let Some(active) = active.remove(&entry.id) else { continue };
+            let mut job = Job { id: entry.id, active, reads: Vec::new(), failure: None };
+            for head in entry.scores.clone() {
+                let row = self.batch_heads[head] as usize - entry.rows.start;
+                job.reads.push(Read {
+                    row: rows.len(),
+                    position: entry.positions.start + row + 1,
+                    best: None,
+                });
+                rows.push(head);
+            }
+            if let Some(head) = entry.head {
+                let position = entry.positions.end;
+                match outcome.argmax.get(head).map(|&best| u32::try_from(best)) {
+                    Some(Ok(best)) => match job.active.reads() {
+                        Reads::Logits => {
+                            job.reads.push(Read { row: rows.len(), position, best: Some(best) });
+                            rows.push(head);
+                        }
+                        Reads::Nothing => job.note(|active| active.choose(None, best, position)),
                     },
-                },
-                _ => failures.push((id, FailureKind::NonFinite { position: position - 1 })),
+                    _ => job.failure = Some(FailureKind::NonFinite { position: position - 1 }),
+                }
             }
+            jobs.push(job);
         }
-        let active = &mut self.active;
-        let visited = self.runner.visit_logits(&read, &mut |i, logits| {
-            let (id, position) = heads[read[i]];
-            let active = active.get_mut(&id).expect("seen above");
-            match active.choose(Some(logits), outcome.argmax[read[i]] as u32, position) {
-                Ok(chosen) => active.chosen = Some(chosen),
-                Err(kind) => failures.push((id, kind)),
-            }
-        });
-        if let Err(error) = visited {
-            let kind = FailureKind::Device(error.to_string());
-            failures.extend(read.iter().map(|&head| (heads[head].0, kind.clone())));
+        let lent = self.runner.lend_logits(&rows, &mut |logits| run_all(&mut jobs, logits));
+        let mut failures = Vec::new();
+        for job in jobs {
+            // Reads that were lent have been taken.
+            let lost = lent.as_ref().err().filter(|_| !job.reads.is_empty());
+            let lost = lost.map(|error| FailureKind::Device(error.to_string()));
+            failures.extend(job.failure.or(lost).map(|kind| (job.id, kind)));
         }
         for (id, kind) in failures {
             self.leave(id, EngineFinish::Failed(kind));
         }
-        let token = |id: &RequestId| {
-            let chosen = self.active.get(id).and_then(|a| a.chosen.as_ref());
+        let token = |(id, _)| {
+            let chosen = self.active.get(&id).and_then(|a| a.chosen.as_ref());
             chosen.map_or(Produced::Failed, |c| Produced::Token(c.sampled.token))
         };
-        heads.iter().map(|(id, _)| token(id)).collect()
+        plan.heads().map(token).collect()
     }
 
     fn report_progress(&mut self, plan: &Plan) {
         for entry in &plan.entries {
+            let Some(active) = self.active.get_mut(&entry.id) else { continue };
+            match active.tell_scores() {
+                Ok(true) => {}
+                Ok(false) => self.leave(entry.id, EngineFinish::Cancelled),
+                Err(kind) => self.leave(entry.id, EngineFinish::Failed(kind)),
+            }
             let Some(active) = self.active.get_mut(&entry.id) else { continue };
             let fed = entry.positions.end.min(active.usage.prompt_tokens);
             if fed > active.fed {
@@ -436,7 +520,11 @@ impl Worker {
 
     /// Ends a request, wherever it stands; nothing happens to one that has ended.
     fn leave(&mut self, id: RequestId, reason: EngineFinish) {
-        self.scheduler.cancel(id);
+        match reason {
+            // What it left for others may be what failed.
+            EngineFinish::Failed(FailureKind::NonFinite { position }) => self.scheduler.fail(id, position),
+            _ => self.scheduler.cancel(id),
+        };
         self.loading.remove(&id);
         if let Some(active) = self.active.remove(&id) {
             self.end(*active, reason);

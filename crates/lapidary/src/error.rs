@@ -20,6 +20,8 @@ pub enum Error {
     #[error(transparent)]
     Capture(#[from] crate::capture::CaptureError),
     #[error(transparent)]
+    Verify(#[from] crate::verify::VerifyError),
+    #[error(transparent)]
     Steering(#[from] crate::steering::SteeringError),
     #[error("{path}: {source}")]
     Io { path: PathBuf, source: std::io::Error },

@@ -20,6 +20,7 @@ use crate::defaults::Defaults;
 use crate::error::{Error, Result};
 use crate::options::{AnswerOptions, LoadOptions};
 use crate::text_source;
+use crate::timings::Profile;
 use crate::trace::Tracing;
 
 /// Where the chat template came from.
@@ -202,6 +203,20 @@ impl Gemma {
         Ok(())
     }
 
+    /// Notes from here on where the time of each step goes; with `keep_spans` each pass in detail, for a
+    /// [Chrome trace](crate::timings::chrome_trace).
+    ///
+    /// # Errors
+    /// A device that cannot tell.
+    pub fn start_profile(&mut self, keep_spans: bool) -> Result<()> {
+        Ok(self.stepper.start_profile(keep_spans)?)
+    }
+
+    /// Ends the profile; `None` where none was on.
+    pub fn take_profile(&mut self) -> Option<Profile> {
+        self.stepper.take_profile()
+    }
+
     /// The runner, for reports.
     pub fn runner(&self) -> &Runner {
         self.stepper.runner()
@@ -380,7 +395,7 @@ fn load_notes(checkpoint: &Checkpoint, config: &Config) -> Result<Vec<String>> {
     Ok(notes)
 }
 
-fn builtin_template(config: &Config) -> Builtin {
+pub(crate) fn builtin_template(config: &Config) -> Builtin {
     match config.family {
         Family::Gemma3 => Builtin::Gemma3,
         Family::Gemma4 if config.per_layer.is_some() => Builtin::Gemma4Small,

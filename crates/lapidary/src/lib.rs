@@ -15,6 +15,7 @@ pub mod convert;
 mod defaults;
 pub mod device;
 mod error;
+pub mod eval;
 mod gemma;
 pub mod host;
 #[cfg(feature = "hub")]
@@ -26,7 +27,9 @@ pub mod service;
 pub mod steering;
 pub mod synth;
 pub mod text_source;
+pub mod timings;
 pub mod trace;
+pub mod verify;
 
 pub use answer::{Answer, Piece};
 #[cfg(feature = "pebble")]
@@ -39,7 +42,7 @@ pub use lapidary_engine::generate::{FinishReason, Usage};
 pub use lapidary_engine::sampling::SamplingParams;
 pub use lapidary_engine::{Heads, Prompt, Runner, SoftKind, SoftSpan, Stepper};
 pub use lapidary_model::{Config, EmbedScale, Progress};
-pub use lapidary_ops::{KvFormat, PAGE_TOKENS, TapPoint};
+pub use lapidary_ops::{Format, KvFormat, PAGE_TOKENS, TapPoint};
 pub use lapidary_text::{ChatInput, ChatTemplate, Tokenizer, ToolCall};
 pub use lapidary_weights::Checkpoint;
 pub use options::{AnswerOptions, Compute, DEFAULT_CONTEXT, Level, LoadOptions};

@@ -1,11 +1,13 @@
 //! Where a checkpoint keeps its tokenizer, template and generation config.
 
-use lapidary_text::{GgufVocab, Strings, Tokenizer};
+use lapidary_model::Config;
+use lapidary_text::{ChatTemplate, GgufVocab, Strings, Tokenizer};
 use lapidary_weights::gguf::{Metadata, StringArray};
 use lapidary_weights::{Checkpoint, ConfigSource};
 use serde_json::Value;
 
 use crate::error::{Error, Result};
+use crate::gemma::builtin_template;
 
 /// The tokenizer: `tokenizer.json` beside safetensors, or GGUF metadata.
 ///
@@ -68,6 +70,17 @@ pub fn template(checkpoint: &Checkpoint) -> Result<Option<String>> {
         }
         _ => Ok(checkpoint.text_files().read_chat_template()?),
     }
+}
+
+/// The chat template that answers are made with: the checkpoint's, or the built-in one of its family.
+///
+/// # Errors
+/// A file that cannot be read, or a template that does not compile.
+pub fn chat_template(checkpoint: &Checkpoint, config: &Config) -> Result<ChatTemplate> {
+    Ok(match template(checkpoint)? {
+        Some(source) => ChatTemplate::new(&source)?,
+        None => ChatTemplate::builtin(builtin_template(config)),
+    })
 }
 
 /// What the checkpoint says about generating, in the form of `generation_config.json`.

@@ -15,8 +15,8 @@ use common::{On, Setup, runner, stepper};
 use lapidary_engine::generate::{Event, FinishReason, Generation, Request};
 use lapidary_engine::sampling::{Sampled, SamplingParams, TokenMask};
 use lapidary_engine::{
-    Allowed, Engine, EngineEvent, EngineFinish, EngineOptions, EngineRequest, Error, FailureKind, Guide,
-    GuideError, Prompt, Runner, StopCause, Verdict,
+    Allowed, Engine, EngineEvent, EngineFinish, EngineOptions, EngineRequest, EngineUsage, Error,
+    FailureKind, Guide, GuideError, Prompt, Runner, Score, ScoreEvent, ScoreRequest, StopCause, Verdict,
 };
 use lapidary_reference::tiny::Variant;
 
@@ -258,7 +258,7 @@ fn guides_mask_force_and_end_and_neighbours_do_not_notice() {
     let reply = run(&engine, guided(Fixed::mask(TokenMask::none(vocab)), 5));
     assert!(matches!(&reply.reason, EngineFinish::Failed(FailureKind::Guide(m)) if m.contains("no token")));
     let reply = run(&engine, guided(Fixed { force: Some(vocab as u32), ..Fixed::free() }, 5));
-    assert!(matches!(&reply.reason, EngineFinish::Failed(_)), "{:?}", reply.reason);
+    assert!(matches!(&reply.reason, EngineFinish::Failed(FailureKind::Guide(m)) if m.contains("forced")));
 
     let reply = neighbour.wait();
     assert_eq!(reply.sampled, alone(&dense(), &drawn(&prompt(1, 40), 60, 5)).0);
@@ -349,16 +349,20 @@ fn a_full_queue_refuses_and_takes_again_when_there_is_room() {
 fn k01_a_request_ends_within_two_steps_of_its_listener_leaving() {
     let engine = engine(&dense());
     for i in 0..100 {
-        let pending = submit(&engine, greedy(&prompt(i, 7 + i as usize), 100));
-        (0..3).for_each(|_| {
-            pending.token();
-        });
-        pending.hang_up();
+        // Nothing is taken ahead, so that the request cannot be done before its listener leaves.
+        let (to, events) = std::sync::mpsc::sync_channel(0);
+        let mut request = greedy(&prompt(i, 7 + i as usize), 100);
+        request.sink = Box::new(move |event| to.send(event).is_ok());
+        engine.submit(request).unwrap();
+        let tokens = events.iter().filter(|e| matches!(e, EngineEvent::Token(_)));
+        assert_eq!(tokens.take(3).count(), 3);
+        drop(events);
         let start = Instant::now();
-        while engine.stats().pages.iter().any(|p| p.live > 0) {
+        while engine.stats().active > 0 {
             assert!(start.elapsed() < Duration::from_millis(500), "the slot is not free");
             std::thread::yield_now();
         }
+        assert!(engine.stats().pages.iter().all(|p| p.live == 0));
     }
     drained(&engine);
     assert_eq!(engine.stats().ends.cancelled, 100);
@@ -437,8 +441,16 @@ fn a08_a_row_that_is_not_finite_ends_its_request_within_a_step() {
             assert_eq!(seen, usize::from(i == 0), "{}", name(&folder));
             assert_eq!(reply.sampled, expected[seen..], "{}", name(&folder));
         }
+        // Nothing that it left is gone on from.
+        let mut long = prompt(10, 150);
+        long[149] = POISON;
+        for _ in 0..2 {
+            let reply = run(&engine, greedy(&long, 9));
+            assert_eq!(reply.reason, EngineFinish::Failed(FailureKind::NonFinite { position: 149 }));
+            assert_eq!(reply.usage.cached_tokens, 0);
+        }
         drained(&engine);
-        assert_eq!(engine.stats().non_finite, 3);
+        assert_eq!(engine.stats().non_finite, 5);
     }
 }
 
@@ -569,11 +581,15 @@ fn shutting_down_ends_every_request_once() {
 fn a_sink_may_drop_the_last_handle() {
     let engine = engine(&dense());
     let (to, ended) = std::sync::mpsc::channel();
+    let (dropped, other_is_dropped) = std::sync::mpsc::channel::<()>();
     let mut held = Some(engine.clone());
     let mut request = greedy(&prompt(1, 9), 20);
     request.sink = Box::new(move |event| {
-        if let EngineEvent::Token(_) = event {
-            held.take();
+        if let EngineEvent::Token(_) = event
+            && let Some(last) = held.take()
+        {
+            other_is_dropped.recv().unwrap();
+            drop(last);
         }
         if let EngineEvent::Finished { reason, .. } = event {
             to.send(reason).unwrap();
@@ -582,6 +598,7 @@ fn a_sink_may_drop_the_last_handle() {
     });
     engine.submit(request).unwrap();
     drop(engine);
+    dropped.send(()).unwrap();
     let reason = ended.recv_timeout(Duration::from_secs(30)).unwrap();
     assert_eq!(reason, EngineFinish::Failed(FailureKind::ShuttingDown));
 }
@@ -598,4 +615,194 @@ fn prompts_with_soft_rows_are_checked_by_whoever_submits_them() {
     let mut request = greedy(&prompt(1, 9), 3);
     request.prompt = Prompt { tokens: prompt(1, 9), soft: vec![soft] };
     assert!(matches!(engine.submit(request), Err(Error::Length { what: "soft values", .. })));
+}
+
+/// What a score request came to.
+fn scores(
+    engine: &Engine,
+    tokens: &[u32],
+    from: usize,
+    top: usize,
+) -> (Vec<Score>, EngineFinish, EngineUsage) {
+    let (to, events) = std::sync::mpsc::channel();
+    let sink = Box::new(move |event| to.send(event).is_ok());
+    let prompt = Prompt::from(tokens);
+    engine.score(ScoreRequest { prompt, from, top, priority: 0, timeout: None, sink }).unwrap();
+    let mut all = Vec::new();
+    loop {
+        match events.recv_timeout(Duration::from_secs(60)).expect("an event comes") {
+            ScoreEvent::Scores(scores) => all.extend(scores),
+            ScoreEvent::Finished { reason, usage } => return (all, reason, usage),
+        }
+    }
+}
+
+#[test]
+fn scores_are_those_of_a_stepper_in_any_company_and_cost_no_row_twice() {
+    for variant in [Variant::Dense, Variant::PerLayerInputs] {
+        let folder = tiny_folder(variant);
+        let tokens = prompt(6, 120);
+        let mut expected = Vec::new();
+        let mut s = stepper(&folder, ON, setup());
+        let vocab = s.model().config.vocab;
+        let mut logits = |position: usize, row: &[f32]| {
+            if let Some(&next) = tokens.get(position + 1) {
+                let logprob = lapidary_engine::sampling::logprobs(row, 0, &[next]).unwrap()[0] as f32;
+                expected.push(((position + 1, next), logprob, row.to_vec()));
+            }
+        };
+        s.score(&Prompt::from(&tokens[..]), &mut logits, &mut |_, _| {}).unwrap();
+        let engine = engine(&folder);
+        let neighbours = [1, 2, 3].map(|i| submit(&engine, drawn(&prompt(i, 40), 70, i)));
+        for from in [1, 2, 50, 97, 119] {
+            let (found, reason, usage) = scores(&engine, &tokens, from, 3);
+            assert_eq!(reason, EngineFinish::Length);
+            assert_eq!((found.len(), usage.answer_tokens), (120 - from, 0));
+            for (score, (place, logprob, row)) in found.iter().zip(&expected[from - 1..]) {
+                assert_eq!((score.position, score.token), *place);
+                assert_eq!(score.logprob.to_bits(), logprob.to_bits());
+                let top = lapidary_engine::sampling::top_logprobs(row, 0, 3).unwrap();
+                assert_eq!(score.top, top.iter().map(|(t, p)| (*t, *p as f32)).collect::<Vec<_>>());
+            }
+            // What is not scored need not run again.
+            assert!(from < 97 || usage.cached_tokens >= 64, "{}", usage.cached_tokens);
+            assert!(usage.cached_tokens < from);
+        }
+        for (i, neighbour) in neighbours.into_iter().enumerate() {
+            let i = i as u64 + 1;
+            assert_eq!(neighbour.wait().sampled, alone(&folder, &drawn(&prompt(i, 40), 70, i)).0);
+        }
+        // Nothing to score is an end, and what cannot be is refused.
+        assert_eq!(scores(&engine, &tokens, 120, 0).0, []);
+        let refused = |prompt: Prompt, from, top| {
+            let sink = Box::new(|_| true);
+            engine.score(ScoreRequest { prompt, from, top, priority: 0, timeout: None, sink }).unwrap_err()
+        };
+        assert!(matches!(refused(Prompt::from(&tokens[..]), 0, 0), Error::Zero { what: "score_from" }));
+        assert!(matches!(refused(Prompt::from(&tokens[..]), 1, vocab + 1), Error::Sampling(_)));
+        assert!(matches!(refused(Prompt::default(), 1, 0), Error::EmptyPrompt));
+        drained(&engine);
+    }
+}
+
+/// Features of requests and engines, each of which must not change what another does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Feature {
+    FewPages,
+    Warm,
+    HalfKv,
+    Mask,
+    Penalties,
+    Logprobs,
+    Choices,
+    Leaving,
+    MinTokens,
+    Priorities,
+    Soft,
+    Scores,
+}
+
+const FEATURES: [Feature; 12] = [
+    Feature::FewPages,
+    Feature::Warm,
+    Feature::HalfKv,
+    Feature::Mask,
+    Feature::Penalties,
+    Feature::Logprobs,
+    Feature::Choices,
+    Feature::Leaving,
+    Feature::MinTokens,
+    Feature::Priorities,
+    Feature::Soft,
+    Feature::Scores,
+];
+
+/// Four requests with the features `on`.
+fn featured(on: &[Feature], vocab: usize, hidden: usize) -> Vec<EngineRequest> {
+    let has = |f| on.contains(&f);
+    (0..4u64)
+        .map(|i| {
+            let seed = if has(Feature::Choices) { 20 } else { 20 + i };
+            let mut request = drawn(&prompt(seed, 70 + 9 * (seed as usize - 20)), 60, i);
+            if has(Feature::Penalties) {
+                request.sampling.repetition_penalty = 1.4;
+                request.sampling.frequency_penalty = 0.7;
+            }
+            if has(Feature::Mask) {
+                let mut mask = TokenMask::none(vocab);
+                (0..vocab as u32).filter(|t| t % 3 != 0).for_each(|t| mask.allow(t));
+                request.guide = Some(Box::new(Fixed::mask(mask)));
+            }
+            request.logprobs = has(Feature::Logprobs).then_some(3);
+            if has(Feature::MinTokens) {
+                request.stop_ids = (5..60).collect();
+                request.min_tokens = 17;
+            }
+            if has(Feature::Priorities) {
+                request.priority = i as i8 - 2;
+            }
+            if has(Feature::Soft) {
+                let values = common::drive::values(7, 12 * hidden);
+                let kind = lapidary_engine::SoftKind::Vision;
+                request.prompt.soft.push(lapidary_engine::SoftSpan { start: 25, values, kind });
+            }
+            request
+        })
+        .collect()
+}
+
+fn featured_engine(on: &[Feature], alone: bool) -> Engine {
+    let kv =
+        if on.contains(&Feature::HalfKv) { lapidary_ops::KvFormat::F16 } else { lapidary_ops::KvFormat::F32 };
+    let runner = runner(&dense(), ON, Setup { kv, ..setup() });
+    let mut options = options(&runner);
+    if alone {
+        options.prefix = lapidary_engine::PrefixOptions::off();
+    } else if on.contains(&Feature::FewPages) {
+        options.pages = Some([12, 9]);
+    }
+    Engine::start(runner, options).unwrap()
+}
+
+#[test]
+fn every_pair_of_features_gives_what_each_request_gives_alone() {
+    let mut preempted = 0;
+    for (i, a) in FEATURES.into_iter().enumerate() {
+        for b in FEATURES.into_iter().skip(i + 1) {
+            let on = [a, b];
+            let has = |f| on.contains(&f);
+            let (lonely, engine) = (featured_engine(&on, true), featured_engine(&on, false));
+            let (vocab, hidden) = (engine.config().vocab, engine.config().hidden);
+            let expected: Vec<Reply> =
+                featured(&on, vocab, hidden).into_iter().map(|request| run(&lonely, request)).collect();
+            if has(Feature::Warm) {
+                featured(&on, vocab, hidden).into_iter().for_each(|request| drop(run(&engine, request)));
+            }
+            let pending: Vec<_> =
+                featured(&on, vocab, hidden).into_iter().map(|request| submit(&engine, request)).collect();
+            if has(Feature::Leaving) {
+                for i in 0..3 {
+                    let other = submit(&engine, greedy(&prompt(20 + i, 60), 50));
+                    other.token();
+                    if i == 1 { other.ticket.cancel() } else { other.hang_up() }
+                }
+            }
+            if has(Feature::Scores) {
+                let tokens = prompt(20, 70);
+                let (found, reason, _) = scores(&engine, &tokens, 30, 1);
+                let (alone, _, _) = scores(&lonely, &tokens, 30, 1);
+                assert_eq!((found, reason), (alone, EngineFinish::Length), "{on:?}");
+            }
+            for (i, (pending, expected)) in pending.into_iter().zip(expected).enumerate() {
+                let reply = pending.wait();
+                assert_eq!(reply.sampled, expected.sampled, "{on:?} request {i}");
+                assert_eq!(reply.reason, expected.reason, "{on:?} request {i}");
+            }
+            drained(&engine);
+            let stats = engine.stats().scheduler;
+            preempted += stats.preemptions;
+            assert!(!has(Feature::Warm) || stats.prefix.hits > 0, "{on:?}: {:?}", stats.prefix);
+        }
+    }
+    assert!(preempted > 5, "{preempted} pre-emptions");
 }

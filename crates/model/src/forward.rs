@@ -106,3 +106,30 @@ pub fn ffn_sublayer(s: &mut dyn Ops, m: &Model, layer: usize) {
     }
     s.norm_add(a.x, a.y, l.post_ffn_norm);
 }
+
+/// One layer alone on a residual that was given as soft rows for every row. Unlike a pass over a part of the layers, what
+/// the per-layer branch takes from the embedding comes from the tokens' own.
+pub fn layer_alone(s: &mut dyn Ops, m: &Model, layer: usize) {
+    let a = &m.acts;
+    let l = &m.layers[layer];
+    s.embed(a.x, m.embed, m.embed_scale);
+    for group in 0..2 {
+        s.rope_table(a.rope[group], m.inv_freq[group]);
+    }
+    if let Some(p) = &m.per_layer {
+        per_layer::prepare(s, a, p);
+    }
+    s.inject_soft(a.x);
+    s.rms_norm(a.input, a.x, l.input_norm);
+    layer::project(s, a, l, layer);
+    layer::attend(s, a, l, layer);
+    match &l.mlp {
+        Mlp::Dense(d) => layer::mlp(s, a, d),
+        Mlp::Moe(e) => moe::block(s, a, e, layer),
+    }
+    if let (Some(p), Some(branch)) = (&m.per_layer, &l.per_layer) {
+        s.norm_add(a.x, a.y, l.post_ffn_norm);
+        per_layer::apply(s, a, p, branch, layer);
+    }
+    s.close_layer(a.x, &l.closing(a, layer, false, None));
+}

@@ -7,8 +7,9 @@ use lapidary_formats::{FileMap, Format, TensorView};
 use crate::batch::{Batch, BatchError, BatchShape};
 use crate::handles::{Act, ActSpec, Gain, Mat};
 use crate::kv::{Group, KvPlan, KvRef};
-use crate::ops::{Ops, Phase, TapPoint};
+use crate::ops::{Ops, TapPoint};
 use crate::steer::{Projections, SteerSet};
+use crate::timing::PassTiming;
 
 /// What a backend can fail with.
 #[non_exhaustive]
@@ -44,10 +45,10 @@ pub struct Outcome {
     pub taps: Vec<Tap>,
     /// What steered rows projected onto their directions; empty when no row was steered.
     pub projections: Projections,
-    /// Microseconds that each phase took on the device, for a backend that was made to measure them; else empty.
-    pub phases: Vec<(Phase, f64)>,
     /// Bytes of weights that the pass read, for a backend that counts them; else 0.
     pub weight_bytes: u64,
+    /// The pass's times, when [`Backend::timings`] asked for them.
+    pub timing: Option<PassTiming>,
 }
 
 /// One copied activation, `[rows, width]` float32.
@@ -128,6 +129,11 @@ pub trait Backend: Send + fmt::Debug {
         self.pack(std::slice::from_ref(part), part.rows)
     }
 
+    /// Takes over a matrix that is read row by row and multiplied with: an embedding that is also the head.
+    fn pack_tied(&mut self, part: &TensorView<'_>) -> Result<Mat> {
+        self.pack(std::slice::from_ref(part), part.rows)
+    }
+
     /// Takes over a vector.
     fn vector(&mut self, name: &str, values: &[f32]) -> Result<Gain>;
 
@@ -153,6 +159,20 @@ pub trait Backend: Send + fmt::Debug {
         }
     }
 
+    /// Whether later passes note how long each [phase](crate::Phase) takes. Off at first, and then a mark costs nothing.
+    ///
+    /// # Errors
+    /// `Unsupported` by the default, for a backend without a clock.
+    fn timings(&mut self, on: bool) -> Result<()> {
+        match on {
+            false => Ok(()),
+            true => Err(Error::Unsupported {
+                device: self.report().backend.to_owned(),
+                what: "times of phases are not there for this device".to_owned(),
+            }),
+        }
+    }
+
     /// Takes the next pass's data. The batch has passed [`Batch::check`] and [`Batch::check_steer`].
     fn upload(&mut self, batch: &Batch) -> Result<()>;
 
@@ -169,19 +189,20 @@ pub trait Backend: Send + fmt::Debug {
     /// Reads the first `rows` rows of a float32 activation, as the last pass left it.
     fn read(&mut self, act: Act, rows: usize, out: &mut Vec<f32>) -> Result<()>;
 
-    /// Hands `visit` the rows `rows` of a float32 activation, as the last pass left it, each with its index in
-    /// `rows`. A backend whose memory is at hand lends them in place; this default copies all up to the last.
+    /// Lends the rows `rows` of a float32 activation, as the last pass left it, all at once. A backend whose memory
+    /// is at hand lends them in place; this default copies all rows up to the last.
     ///
     /// # Errors
-    /// As [`Backend::read`]; nothing was visited then.
-    fn visit_rows(&mut self, act: Act, rows: &[usize], visit: &mut dyn FnMut(usize, &[f32])) -> Result<()> {
-        let Some(count) = rows.iter().max().map(|last| last + 1) else { return Ok(()) };
+    /// As [`Backend::read`]; nothing was lent then.
+    fn lend_rows(&mut self, act: Act, rows: &[usize], to: &mut dyn FnMut(&[&[f32]])) -> Result<()> {
+        let count = rows.iter().max().map_or(0, |last| last + 1);
         let mut values = Vec::new();
-        self.read(act, count, &mut values)?;
-        let width = values.len() / count;
-        for (i, row) in rows.iter().enumerate() {
-            visit(i, &values[row * width..(row + 1) * width]);
+        if count > 0 {
+            self.read(act, count, &mut values)?;
         }
+        let width = values.len() / count.max(1);
+        let lent: Vec<&[f32]> = rows.iter().map(|row| &values[row * width..(row + 1) * width]).collect();
+        to(&lent);
         Ok(())
     }
 

@@ -17,6 +17,7 @@ mod kv;
 mod ops;
 pub mod program;
 mod steer;
+mod timing;
 
 pub use backend::{Backend, DeviceReport, Error, KernelReport, MemoryUse, Outcome, Result, Tap};
 pub use batch::{Batch, BatchError, BatchShape, PageTable, RowSpan, TailRows, TapSet};
@@ -28,3 +29,4 @@ pub use ops::{
     TapPoint, ValueSource,
 };
 pub use steer::{Projections, SteerEdit, SteerError, SteerMode, SteerSet};
+pub use timing::{PassTiming, PhaseSpan};

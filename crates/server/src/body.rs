@@ -1,6 +1,7 @@
 //! Reads a request's JSON: where it is wrong by field, and which of its fields nothing here knows.
 
 use std::fmt::Write;
+use std::time::Duration;
 
 use axum::body::Bytes;
 use axum::extract::{FromRequest, Request};
@@ -16,6 +17,9 @@ pub const IGNORED: HeaderName = HeaderName::from_static("x-lapidary-ignored");
 
 /// Names listed at most; a hostile request could have any number.
 const MAX_NAMES: usize = 32;
+
+/// Time in which a body has to arrive.
+const BODY_TIME: Duration = Duration::from_secs(60);
 
 /// A request's JSON and the fields of it that have no effect.
 #[derive(Debug)]
@@ -75,11 +79,12 @@ impl<T: DeserializeOwned> FromRequest<App> for Wire<T> {
 
     async fn from_request(request: Request, app: &App) -> Result<Self, ApiError> {
         require_json(request.headers())?;
-        let bytes =
-            Bytes::from_request(request, app).await.map_err(|rejection| match rejection.status() {
-                StatusCode::PAYLOAD_TOO_LARGE => ApiError::too_large(app.options().body_limit),
-                _ => ApiError::bad_request(None, "the body could not be read to its end"),
-            })?;
+        let read = tokio::time::timeout(BODY_TIME, Bytes::from_request(request, app)).await;
+        let Ok(read) = read else { return Err(ApiError::slow_body(BODY_TIME)) };
+        let bytes = read.map_err(|rejection| match rejection.status() {
+            StatusCode::PAYLOAD_TOO_LARGE => ApiError::too_large(app.options().body_limit),
+            _ => ApiError::bad_request(None, "the body could not be read to its end"),
+        })?;
         let wire = parse(&bytes)?;
         wire.ignored.refuse_if(app.options().strict)?;
         Ok(wire)

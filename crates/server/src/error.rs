@@ -97,6 +97,12 @@ impl ApiError {
         ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, "invalid_request_error", Some("body_too_large"), message)
     }
 
+    /// A body that does not arrive.
+    pub fn slow_body(limit: Duration) -> Self {
+        let message = format!("the body did not arrive within {} s", limit.as_secs());
+        ApiError::new(StatusCode::REQUEST_TIMEOUT, "timeout", Some("timeout"), message)
+    }
+
     /// A body that is not declared to be JSON.
     pub fn media_type(kind: &str) -> Self {
         let found = if kind.is_empty() { "none" } else { kind };

@@ -148,19 +148,17 @@ impl Watch {
     fn see(&mut self, event: &ServiceEvent) {
         let metrics = self.app.metrics();
         match event {
-            ServiceEvent::Started { prompt_tokens, cached_tokens, .. } => {
-                // Several choices share one prompt; it counts once.
-                if self.usage.prompt_tokens == 0 {
-                    self.usage.prompt_tokens = *prompt_tokens;
-                    self.usage.cached_tokens = *cached_tokens;
-                }
+            // Several choices share one prompt; it counts once.
+            ServiceEvent::Started { prompt_tokens, cached_tokens, .. } if self.usage.prompt_tokens == 0 => {
+                self.usage.prompt_tokens = *prompt_tokens;
+                self.usage.cached_tokens = *cached_tokens;
             }
-            ServiceEvent::Text { .. } | ServiceEvent::Thought { .. } | ServiceEvent::CallBegin { .. } => {
-                if self.first_token.is_none() {
-                    let first = self.arrived.elapsed().as_secs_f64();
-                    metrics.first_token.record(first);
-                    self.first_token = Some(first);
-                }
+            ServiceEvent::Text { .. } | ServiceEvent::Thought { .. } | ServiceEvent::CallBegin { .. }
+                if self.first_token.is_none() =>
+            {
+                let first = self.arrived.elapsed().as_secs_f64();
+                metrics.first_token.record(first);
+                self.first_token = Some(first);
             }
             ServiceEvent::Finished { reason, usage, .. } => {
                 self.ended += 1;

@@ -12,6 +12,7 @@ use axum::http::{HeaderName, HeaderValue, header};
 use axum::response::{IntoResponse, Response};
 use lapidary::service::ServiceEvent;
 use serde::Serialize;
+use tokio::time::Instant;
 
 use crate::replies::Replies;
 
@@ -108,11 +109,13 @@ impl<F: Frames> Stream<F> {
             self.phase = Phase::Running;
             self.frames.begin(&mut out);
         }
+        // Events that write nothing, such as progress, do not put the comment off.
+        let deadline = Instant::now() + self.keep_alive;
         while out.0.is_empty() {
             if self.phase == Phase::Ended {
                 return None;
             }
-            match tokio::time::timeout(self.keep_alive, self.replies.next()).await {
+            match tokio::time::timeout_at(deadline, self.replies.next()).await {
                 Ok(Some((choice, event))) => self.take(choice, event, &mut out),
                 Ok(None) => {
                     self.phase = Phase::Ended;

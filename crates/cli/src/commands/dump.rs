@@ -7,6 +7,7 @@ use anyhow::{Context, bail};
 use clap::ValueEnum;
 use lapidary::Config;
 use lapidary::capture::{Captured, Values, Wanted, capture};
+use lapidary::verify::{Formats, made_by, metadata};
 use lapidary_engine::{Prompt, SoftKind, SoftSpan};
 use lapidary_weights::safetensors::{Dtype, File, NewTensor, write};
 
@@ -22,6 +23,7 @@ use crate::steer_args::SteerArgs;
 /// safetensors file: for comparisons with other engines.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Contents of the file, T the number of tokens:\n  \
+input_ids [T]            the ids\n  \
 logits [T, V]            after the softcap\n  \
 hidden.N [T, H]          output of layer N after its scalar (--layers)\n  \
 embed, final_norm [T, H] scaled embeddings; the residual after the final norm (--also)\n  \
@@ -134,7 +136,12 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     {
         eprintln!("warning: {} holds values that are not finite", c.name);
     }
-    save(&args.output, &captured)
+    let tokens = args.tokens.iter().map(|&id| i64::from(id)).collect();
+    let shape = vec![args.tokens.len()];
+    let tokens = Captured { name: "input_ids".into(), shape, values: Values::I64(tokens) };
+    let all: Vec<Captured> = std::iter::once(tokens).chain(captured).collect();
+    let formats = Formats::of(&checkpoint, config.layers.len());
+    save(&args.output, &all, &metadata(&formats, Some(&made_by(&stepper))))
 }
 
 /// Logits of a row may be a megabyte, so that more rows at once would only cost memory.
@@ -244,7 +251,11 @@ fn i64s(file: &File, name: &str) -> anyhow::Result<Option<Vec<i64>>> {
     Ok(Some(file.bytes(entry).as_chunks::<8>().0.iter().map(|b| i64::from_le_bytes(*b)).collect()))
 }
 
-pub(crate) fn save(path: &Path, captured: &[Captured]) -> anyhow::Result<()> {
+pub(crate) fn save(
+    path: &Path,
+    captured: &[Captured],
+    metadata: &BTreeMap<String, String>,
+) -> anyhow::Result<()> {
     let bytes: Vec<Vec<u8>> = captured
         .iter()
         .map(|c| match &c.values {
@@ -262,5 +273,5 @@ pub(crate) fn save(path: &Path, captured: &[Captured]) -> anyhow::Result<()> {
             bytes,
         })
         .collect();
-    Ok(write(path, &tensors, &BTreeMap::new())?)
+    Ok(write(path, &tensors, metadata)?)
 }

@@ -8,6 +8,7 @@ pub mod check;
 pub mod completions;
 pub mod convert;
 pub mod dump;
+pub mod eval;
 pub mod inspect;
 #[cfg(feature = "hub")]
 pub mod list;
@@ -20,6 +21,7 @@ pub mod serve;
 pub mod steer;
 pub mod synth;
 pub mod tokenize;
+pub mod verify;
 
 use std::process::ExitCode;
 
@@ -37,6 +39,7 @@ pub fn run(command: Command) -> anyhow::Result<ExitCode> {
         Command::Check(args) => check::run(&args),
         Command::Dump(args) => done(dump::run(&args)),
         Command::Convert(args) => done(convert::run(&args)),
+        Command::Eval(args) => done(eval::run(&args)),
         Command::Tokenize(args) => done(tokenize::run(&args)),
         #[cfg(feature = "hub")]
         Command::Pull(args) => done(pull::run(&args)),
@@ -45,6 +48,7 @@ pub fn run(command: Command) -> anyhow::Result<ExitCode> {
         #[cfg(feature = "hub")]
         Command::Rm(args) => done(rm::run(&args)),
         Command::Bench(args) => done(bench::run(&args)),
+        Command::Verify(args) => verify::run(&args),
         Command::Steer(args) => done(steer::run(&args)),
         Command::Synth(args) => done(synth::run(&args)),
         Command::Completions(args) => done(completions::run(&args)),

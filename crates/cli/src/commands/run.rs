@@ -71,6 +71,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     args.look.ask(&mut options);
     options.steering = args.steer.steering(gemma.config())?;
     let show = if args.json { Show::Nothing } else { Show::Stream };
+    args.look.begin(&mut gemma)?;
     let said = match raw {
         true => speak(gemma.complete(&prompt, &options)?, show, None)?,
         false => {
@@ -82,9 +83,13 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
             speak(gemma.chat(&input, &options)?, show, None)?
         }
     };
+    let timings = args.look.end(&mut gemma)?;
     args.look.tell(&said, &prompt, &source::name(&args.model), &gemma)?;
     if args.json {
         let mut result = said.json(&gemma, options.sampling.seed);
+        if let Some(timings) = timings {
+            result["timings"] = timings;
+        }
         if args.look.trace {
             result["trace"] = serde_json::to_value(&said.traces)?;
         }

@@ -122,7 +122,7 @@ fn run_fit(args: &FitArgs) -> anyhow::Result<()> {
         PositionsArg::All => Positions::All,
     };
     let options = FitOptions { layers, positions, pca: args.pca };
-    let mut bar = Bar::new("running prompts", Unit::Tokens);
+    let mut bar = Bar::new("running prompts", Unit::Prompts);
     let total = (with.len() + without.len()) as u64;
     let (vector, fits) =
         fit(gemma.stepper(), &with, &without, &options, &mut |done| bar.at(done as u64, total))?;

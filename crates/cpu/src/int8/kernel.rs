@@ -14,11 +14,13 @@
 //! Ceiling: with one row of x the bytes of the tile; with eight, eight dot instructions and about four others
 //! for each block of each row.
 
+use std::mem::MaybeUninit;
+
 use super::activations::{BLOCK, Head, QuantRows};
 use super::codes::Codes;
 use super::formats::{Kind, with_kind};
 use super::lanes::{LANES, Lanes, Plain};
-use super::scaling::{Scaling, Unpacked};
+use super::scaling::{Factors, Scaling, Unpacked};
 use super::tiles::tile_bytes;
 #[cfg(target_arch = "x86_64")]
 use super::x86::{Avx2, Avx512Vnni};
@@ -83,62 +85,48 @@ unsafe fn avx2<K: Kind>(tile: *const u8, tiles: usize, x: QuantRows<'_>, out: *m
     unsafe { run::<Avx2, K>(tile, tiles, x, out) }
 }
 
-/// Takes the rows of x in groups of 8, 4, 2 and 1. Few rows wait for memory, and two places at once give more of it
-/// than one.
+/// One row or two wait for memory: two tiles are read side by side, which gives more of it than one. With more rows a
+/// block's codes are unpacked once for all of them.
 ///
 /// # Safety
 /// As for [`Kernel`].
 #[inline(always)]
 unsafe fn run<S: Lanes, K: Kind>(tile: *const u8, tiles: usize, x: QuantRows<'_>, out: *mut f32) {
-    let bytes = tile_bytes::<K>(x.width);
-    let mut m = 0;
-    // SAFETY: the groups below cover rows 0 .. count of each tile once.
+    // SAFETY: the caller's.
     unsafe {
-        while S::ROWS >= 8 && x.count - m >= 8 {
-            for t in 0..tiles {
-                rows::<S, K, 8, 1>(tile.add(t * bytes), x, m, out.add(t * LANES));
+        match (x.count, tiles) {
+            (1, 1) => few::<S, K, 1, 1>(tile, x, out),
+            (1, _) => few::<S, K, 1, 2>(tile, x, out),
+            (2, 1) => few::<S, K, 2, 1>(tile, x, out),
+            (2, _) => few::<S, K, 2, 2>(tile, x, out),
+            _ => {
+                for t in 0..tiles {
+                    let tile = tile.add(t * tile_bytes::<K>(x.width));
+                    for first in (0..x.count).step_by(AT_ONCE) {
+                        many::<S, K>(tile, x, first, out.add(t * LANES));
+                    }
+                }
             }
-            m += 8;
-        }
-        while S::ROWS >= 4 && x.count - m >= 4 {
-            for t in 0..tiles {
-                rows::<S, K, 4, 1>(tile.add(t * bytes), x, m, out.add(t * LANES));
-            }
-            m += 4;
-        }
-        while x.count - m >= 2 {
-            if tiles == 2 {
-                rows::<S, K, 2, 2>(tile, x, m, out)
-            } else {
-                rows::<S, K, 2, 1>(tile, x, m, out)
-            }
-            m += 2;
-        }
-        if x.count > m {
-            if tiles == 2 { rows::<S, K, 1, 2>(tile, x, m, out) } else { rows::<S, K, 1, 1>(tile, x, m, out) }
         }
     }
 }
 
-/// Rows `first .. first + M` of x with T tiles, one after the other in memory.
+/// M rows of x with T tiles, one after the other in memory.
 ///
 /// # Safety
-/// As for [`Kernel`]; x has these rows, and the tiles are there.
+/// As for [`Kernel`]; x has M rows, and the tiles are there.
 #[inline(always)]
-unsafe fn rows<S: Lanes, K: Kind, const M: usize, const T: usize>(
+unsafe fn few<S: Lanes, K: Kind, const M: usize, const T: usize>(
     tile: *const u8,
     x: QuantRows<'_>,
-    first: usize,
     out: *mut f32,
 ) {
     let blocks = x.width / BLOCK;
     let ahead = bytes_ahead::<K>() / K::Codes::BYTES;
-    // SAFETY: offsets stay inside the tiles (codes, then scales), inside rows first .. first + M of x
-    // (codes, then heads), and inside the M rows of out, all of which the caller promises.
+    let tile_bytes = tile_bytes::<K>(x.width);
+    // SAFETY: offsets stay inside the tiles (codes, then scales), the rows of x and those of out, all of which the
+    // caller promises.
     unsafe {
-        let x_codes = x.bytes.as_ptr().add(first * x.stride).cast::<i8>();
-        let x_heads = x_codes.add(x.width).cast::<Head>();
-        let tile_bytes = tile_bytes::<K>(x.width);
         let mut codes = tile;
         let mut scales = tile.add(blocks * K::Codes::BYTES);
         let mut acc = [[S::floats(0.0); M]; T];
@@ -147,63 +135,23 @@ unsafe fn rows<S: Lanes, K: Kind, const M: usize, const T: usize>(
         while b < blocks {
             for t in 0..T {
                 K::Scaling::prepare::<S>(scales.add(t * tile_bytes), &mut unpacked[t]);
-                if first == 0 {
-                    // The scales of the next tile: those of this one lie beyond its codes, too far to be asked for
-                    // by the codes' turn.
-                    for line in (0..K::Scaling::BYTES).step_by(64) {
-                        S::prefetch(scales.wrapping_add((t + T) * tile_bytes + line));
-                    }
+                // The scales of the next tile: those of this one lie beyond its codes, too far to be asked for by the
+                // codes' turn.
+                for line in (0..K::Scaling::BYTES).step_by(64) {
+                    S::prefetch(scales.wrapping_add((t + T) * tile_bytes + line));
                 }
             }
             for j in 0..K::Scaling::BLOCKS {
                 for t in 0..T {
                     let codes = codes.add(t * tile_bytes);
-                    if first == 0 {
-                        // Only the first rows of x find the tile far away.
-                        // Behind a tile's last codes comes the tile that this stream has next.
-                        let skip =
-                            if b + ahead < blocks { 0 } else { T * tile_bytes - blocks * K::Codes::BYTES };
-                        for line in (0..K::Codes::BYTES).step_by(64) {
-                            S::prefetch(codes.wrapping_add(ahead * K::Codes::BYTES + skip + line));
-                        }
+                    // Behind a tile's last codes comes the tile that this stream has next.
+                    let skip = if b + ahead < blocks { 0 } else { T * tile_bytes - blocks * K::Codes::BYTES };
+                    for line in (0..K::Codes::BYTES).step_by(64) {
+                        S::prefetch(codes.wrapping_add(ahead * K::Codes::BYTES + skip + line));
                     }
-                    let mut w = K::Codes::unpack::<S>(codes);
-                    if let Some(levels) = K::LEVELS {
-                        for v in &mut w {
-                            *v = S::lookup(levels, *v);
-                        }
-                    }
+                    let w = weights::<S, K>(codes);
                     let f = K::Scaling::factors::<S>(scales.add(t * tile_bytes), &unpacked[t], j);
-                    for (m, acc) in acc[t].iter_mut().enumerate() {
-                        let head = &*x_heads.byte_add(m * x.stride).add(b);
-                        let x = x_codes.add(m * x.stride + b * BLOCK);
-                        let scale = S::floats(head.scale);
-                        if K::Scaling::HALVES {
-                            let rest = head.sum - head.half;
-                            let first = half::<S, K>([w[0], w[1], w[2], w[3]], x, head.half);
-                            let second = half::<S, K>([w[4], w[5], w[6], w[7]], x.add(16), rest);
-                            let scaled = S::add_ints(
-                                S::mul_ints(first, f.halves[0]),
-                                S::mul_ints(second, f.halves[1]),
-                            );
-                            *acc = S::mul_add(S::to_floats(scaled), S::mul(f.scale, scale), *acc);
-                            if K::Scaling::MINIMUM {
-                                let a = S::mul_ints(f.half_minimums[0], S::ints(head.half));
-                                let b = S::mul_ints(f.half_minimums[1], S::ints(rest));
-                                let sum = S::to_floats(S::add_ints(a, b));
-                                *acc = S::mul_add(sum, S::mul(f.minimum, scale), *acc);
-                            }
-                        } else {
-                            let mut sum = S::ints(-offset::<S, K>() * head.sum);
-                            for (v, &w) in w.iter().enumerate() {
-                                sum = dot::<S, K>(sum, w, x.add(4 * v));
-                            }
-                            *acc = S::mul_add(S::to_floats(sum), S::mul(f.scale, scale), *acc);
-                            if K::Scaling::MINIMUM {
-                                *acc = S::mul_add(f.minimum, S::floats(head.scaled_sum), *acc);
-                            }
-                        }
-                    }
+                    block::<S, K, M>(&w, &f, x, 0, b, acc[t].as_mut_ptr());
                 }
                 codes = codes.add(K::Codes::BYTES);
                 b += 1;
@@ -212,7 +160,153 @@ unsafe fn rows<S: Lanes, K: Kind, const M: usize, const T: usize>(
         }
         for (t, acc) in acc.into_iter().enumerate() {
             for (m, acc) in acc.into_iter().enumerate() {
-                S::store(acc, out.add((first + m) * PAIR + t * LANES));
+                S::store(acc, out.add(m * PAIR + t * LANES));
+            }
+        }
+    }
+}
+
+/// Rows of x that pass a tile together at most: their sums stay in the nearest cache.
+const AT_ONCE: usize = 64;
+
+/// Rows of x from `first` on, at most [`AT_ONCE`], with one tile.
+///
+/// # Safety
+/// As for [`Kernel`]; x has row `first`.
+#[inline(always)]
+unsafe fn many<S: Lanes, K: Kind>(tile: *const u8, x: QuantRows<'_>, first: usize, out: *mut f32) {
+    let blocks = x.width / BLOCK;
+    let ahead = bytes_ahead::<K>() / K::Codes::BYTES;
+    let tile_bytes = tile_bytes::<K>(x.width);
+    let count = AT_ONCE.min(x.count - first);
+    // SAFETY: as for `few`; sums are written before they are read.
+    unsafe {
+        let mut codes = tile;
+        let mut scales = tile.add(blocks * K::Codes::BYTES);
+        let mut sums = [MaybeUninit::<S::F>::uninit(); AT_ONCE];
+        let acc = sums.as_mut_ptr().cast::<S::F>();
+        for m in 0..count {
+            acc.add(m).write(S::floats(0.0));
+        }
+        let mut unpacked: Unpacked = [0; 256];
+        let mut b = 0;
+        while b < blocks {
+            K::Scaling::prepare::<S>(scales, &mut unpacked);
+            for line in (0..K::Scaling::BYTES).step_by(64) {
+                S::prefetch(scales.wrapping_add(tile_bytes + line));
+            }
+            for j in 0..K::Scaling::BLOCKS {
+                let skip = if b + ahead < blocks { 0 } else { tile_bytes - blocks * K::Codes::BYTES };
+                for line in (0..K::Codes::BYTES).step_by(64) {
+                    S::prefetch(codes.wrapping_add(ahead * K::Codes::BYTES + skip + line));
+                }
+                let w = weights::<S, K>(codes);
+                let f = K::Scaling::factors::<S>(scales, &unpacked, j);
+                let mut m = 0;
+                while S::ROWS >= 4 && count - m >= 4 {
+                    block::<S, K, 4>(&w, &f, x, first + m, b, acc.add(m));
+                    m += 4;
+                }
+                while count - m >= 2 {
+                    block::<S, K, 2>(&w, &f, x, first + m, b, acc.add(m));
+                    m += 2;
+                }
+                if count > m {
+                    block::<S, K, 1>(&w, &f, x, first + m, b, acc.add(m));
+                }
+                codes = codes.add(K::Codes::BYTES);
+                b += 1;
+            }
+            scales = scales.add(K::Scaling::BYTES);
+        }
+        for m in 0..count {
+            S::store(acc.add(m).read(), out.add((first + m) * PAIR));
+        }
+    }
+}
+
+/// A block's weights, ready to be multiplied.
+///
+/// # Safety
+/// The level's features, and a block of codes at `codes`.
+#[inline(always)]
+unsafe fn weights<S: Lanes, K: Kind>(codes: *const u8) -> [S::B; 8] {
+    // SAFETY: the caller's.
+    unsafe {
+        let mut w = K::Codes::unpack::<S>(codes);
+        for v in &mut w {
+            if let Some(levels) = K::LEVELS {
+                *v = S::lookup(levels, *v);
+            }
+            if K::SIGNED {
+                *v = S::lift(*v);
+            }
+        }
+        w
+    }
+}
+
+/// Adds block `b` of rows `first .. first + M` of x to their sums. The rows' chains of dot products lie side by side,
+/// since each alone waits for its last.
+///
+/// # Safety
+/// The level's features; x has these rows and this block; `acc` has M sums.
+#[inline(always)]
+unsafe fn block<S: Lanes, K: Kind, const M: usize>(
+    w: &[S::B; 8],
+    f: &Factors<S>,
+    x: QuantRows<'_>,
+    first: usize,
+    b: usize,
+    acc: *mut S::F,
+) {
+    // SAFETY: the caller's; heads follow a row's codes.
+    unsafe {
+        let row = x.bytes.as_ptr().add(first * x.stride);
+        let codes = |m: usize| row.add(m * x.stride + b * BLOCK).cast::<i8>();
+        let head = |m: usize| &*row.add(m * x.stride + x.width).cast::<Head>().add(b);
+        if K::Scaling::HALVES {
+            let mut sums = [[S::ints(0); M]; 2];
+            for m in 0..M {
+                let head = head(m);
+                sums[0][m] = S::ints(-offset::<S, K>() * head.half);
+                sums[1][m] = S::ints(-offset::<S, K>() * (head.sum - head.half));
+            }
+            for v in 0..8 {
+                for m in 0..M {
+                    let sum = &mut sums[v / 4][m];
+                    *sum = dot::<S, K>(*sum, w[v], codes(m).add(4 * v));
+                }
+            }
+            for m in 0..M {
+                let (head, acc) = (head(m), &mut *acc.add(m));
+                let scale = S::floats(head.scale);
+                let scaled =
+                    S::add_ints(S::mul_ints(sums[0][m], f.halves[0]), S::mul_ints(sums[1][m], f.halves[1]));
+                *acc = S::mul_add(S::to_floats(scaled), S::mul(f.scale, scale), *acc);
+                if K::Scaling::MINIMUM {
+                    let a = S::mul_ints(f.half_minimums[0], S::ints(head.half));
+                    let b = S::mul_ints(f.half_minimums[1], S::ints(head.sum - head.half));
+                    let sum = S::to_floats(S::add_ints(a, b));
+                    *acc = S::mul_add(sum, S::mul(f.minimum, scale), *acc);
+                }
+            }
+        } else {
+            let mut sums = [S::ints(0); M];
+            for m in 0..M {
+                sums[m] = S::ints(-offset::<S, K>() * head(m).sum);
+            }
+            for v in 0..8 {
+                for m in 0..M {
+                    sums[m] = dot::<S, K>(sums[m], w[v], codes(m).add(4 * v));
+                }
+            }
+            for m in 0..M {
+                let (head, acc) = (head(m), &mut *acc.add(m));
+                *acc = S::mul_add(S::to_floats(sums[m]), S::mul(f.scale, S::floats(head.scale)), *acc);
+                if K::Scaling::MINIMUM {
+                    *acc = S::mul_add(f.minimum, S::floats(head.scaled_sum), *acc);
+                }
             }
         }
     }
@@ -229,20 +323,4 @@ const fn offset<S: Lanes, K: Kind>() -> i32 {
 unsafe fn dot<S: Lanes, K: Kind>(acc: S::I, w: S::B, x: *const i8) -> S::I {
     // SAFETY: the caller's.
     unsafe { if K::SIGNED { S::dot_signed(acc, w, x) } else { S::dot_unsigned(acc, w, x) } }
-}
-
-/// The integer sum of a half block whose codes of x sum to `x_sum`.
-///
-/// # Safety
-/// The level's features, and 16 codes at `x`.
-#[inline(always)]
-unsafe fn half<S: Lanes, K: Kind>(w: [S::B; 4], x: *const i8, x_sum: i32) -> S::I {
-    // SAFETY: the caller's.
-    unsafe {
-        let mut sum = S::ints(-offset::<S, K>() * x_sum);
-        for (v, w) in w.into_iter().enumerate() {
-            sum = dot::<S, K>(sum, w, x.add(4 * v));
-        }
-        sum
-    }
 }

@@ -21,7 +21,7 @@ pub(crate) trait Lanes: Copy {
     type F: Copy;
     /// What [`dot_signed`](Lanes::dot_signed) adds to each weight.
     const BIAS: i32;
-    /// Rows of activations that one call of the kernel takes at most; a power of two.
+    /// Rows of activations whose sums are made side by side; a power of two.
     const ROWS: usize;
 
     /// 64 bytes at `p`.
@@ -42,7 +42,9 @@ pub(crate) trait Lanes: Copy {
     /// `acc + sum of 4 (w * x)` in each lane, bytes w in 0 ..= 127 and the four i8 of x at `p`, the same for
     /// all lanes.
     unsafe fn dot_unsigned(acc: Self::I, w: Self::B, p: *const i8) -> Self::I;
-    /// `acc + sum of 4 ((w + BIAS) * x)` with signed bytes w; x is at least -127.
+    /// Signed bytes as `dot_signed` takes them.
+    unsafe fn lift(a: Self::B) -> Self::B;
+    /// `acc + sum of 4 ((w + BIAS) * x)` with lifted signed bytes w; x is at least -127.
     unsafe fn dot_signed(acc: Self::I, w: Self::B, p: *const i8) -> Self::I;
     unsafe fn ints(v: i32) -> Self::I;
     unsafe fn add_ints(a: Self::I, b: Self::I) -> Self::I;
@@ -130,6 +132,7 @@ impl Lanes for Plain {
             let x = p.cast::<[i8; 4]>().read();
             lanes(acc, |l, a| a + (0..4).map(|i| i32::from(w[4 * l + i]) * i32::from(x[i])).sum::<i32>())
         }
+        fn lift(a: [u8; 64]) -> [u8; 64] { a }
         fn dot_signed(acc: [i32; 16], w: [u8; 64], p: *const i8) -> [i32; 16] {
             let x = p.cast::<[i8; 4]>().read();
             lanes(acc, |l, a| a + (0..4).map(|i| i32::from(w[4 * l + i] as i8) * i32::from(x[i])).sum::<i32>())

@@ -18,7 +18,7 @@ impl Lanes for Avx512Vnni {
     type F = __m512;
     // The instruction multiplies unsigned by signed bytes, so signed weights are moved up by 128.
     const BIAS: i32 = 128;
-    const ROWS: usize = 8;
+    const ROWS: usize = 4;
 
     operations! {
         fn load(p: *const u8) -> __m512i { _mm512_loadu_si512(p.cast()) }
@@ -34,8 +34,8 @@ impl Lanes for Avx512Vnni {
         fn dot_unsigned(acc: __m512i, w: __m512i, p: *const i8) -> __m512i {
             _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(p.cast::<i32>().read_unaligned()))
         }
+        fn lift(a: __m512i) -> __m512i { _mm512_xor_si512(a, _mm512_set1_epi8(-128)) }
         fn dot_signed(acc: __m512i, w: __m512i, p: *const i8) -> __m512i {
-            let w = _mm512_xor_si512(w, _mm512_set1_epi8(-128));
             _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(p.cast::<i32>().read_unaligned()))
         }
         fn ints(v: i32) -> __m512i { _mm512_set1_epi32(v) }
@@ -107,6 +107,7 @@ impl Lanes for Avx2 {
             let b = _mm256_madd_epi16(_mm256_maddubs_epi16(w[1], x), ones);
             [_mm256_add_epi32(acc[0], a), _mm256_add_epi32(acc[1], b)]
         }
+        fn lift(a: [__m256i; 2]) -> [__m256i; 2] { a }
         fn dot_signed(acc: [__m256i; 2], w: [__m256i; 2], p: *const i8) -> [__m256i; 2] {
             let x = _mm256_set1_epi32(p.cast::<i32>().read_unaligned());
             let ones = _mm256_set1_epi16(1);

@@ -365,10 +365,10 @@ impl Index {
                 let stored = Stored { bytes: about.len(), used };
                 match named(&path) {
                     // What a process that died left behind; one that lives is quicker than this.
-                    None if path.extension().is_some_and(|e| e == "unfinished") => {
-                        if used.elapsed().is_ok_and(|age| age.as_secs() > 60) {
-                            let _ = fs::remove_file(&path);
-                        }
+                    None if path.extension().is_some_and(|e| e == "unfinished")
+                        && used.elapsed().is_ok_and(|age| age.as_secs() > 60) =>
+                    {
+                        let _ = fs::remove_file(&path);
                     }
                     // Not ours to touch.
                     None => {}

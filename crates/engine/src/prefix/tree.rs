@@ -448,7 +448,7 @@ mod tests {
                 let most = 1 + random(&mut state) % (blocks + 1);
                 let found = tree.find(names.keys(), most);
                 assert_eq!(found.usable, naive.find(&tokens, most), "step {step}");
-                if found.usable > 0 && random(&mut state) % 2 == 0 {
+                if found.usable > 0 && random(&mut state).is_multiple_of(2) {
                     hits += 1;
                     let pages = tree.adopt(&mut pool, names.keys(), found.usable);
                     assert_eq!(pages.held(Group::Full), found.usable);

@@ -37,8 +37,7 @@ pub(super) fn top_k(row: &[f32], k: usize, buffer: &mut Vec<Entry>, kept: &mut V
     // A later token with the bar's own logit ranks behind it, so passing means exceeding.
     let mut bar = f32::NEG_INFINITY;
     for (b, block) in row.chunks(BLOCK).enumerate() {
-        let best = block.iter().fold(f32::NEG_INFINITY, |m, x| if *x > m { *x } else { m });
-        if best <= bar {
+        if !any(block, |x| x > bar) {
             continue;
         }
         for (i, logit) in block.iter().enumerate() {
@@ -54,13 +53,16 @@ pub(super) fn top_k(row: &[f32], k: usize, buffer: &mut Vec<Entry>, kept: &mut V
     if buffer.len() > k {
         cut_to(buffer, k);
     }
+    if buffer.len() <= SORTED {
+        kept.extend_from_slice(buffer);
+        kept.sort_unstable_by_key(|e| e.token);
+        return;
+    }
     let Some(last) = buffer.iter().max_by(|a, b| rank(a, b)).copied() else { return };
-    // Sorting the survivors by id would do for small k; a scan does for every k.
     let up_to_last =
         |token: u32, logit: f32| logit > last.logit || (logit == last.logit && token <= last.token);
     for (b, block) in row.chunks(BLOCK).enumerate() {
-        let best = block.iter().fold(f32::NEG_INFINITY, |m, x| if *x > m { *x } else { m });
-        if best < last.logit {
+        if !any(block, |x| x >= last.logit) {
             continue;
         }
         for (i, logit) in block.iter().enumerate() {
@@ -70,6 +72,15 @@ pub(super) fn top_k(row: &[f32], k: usize, buffer: &mut Vec<Entry>, kept: &mut V
             }
         }
     }
+}
+
+/// Survivors that are put in the order of their ids by sorting; more, by another scan of the vocabulary.
+const SORTED: usize = 4096;
+
+/// Whether any value passes. Without an early end, so that the compiler looks at many values at once.
+#[inline(always)]
+fn any(block: &[f32], passes: impl Fn(f32) -> bool) -> bool {
+    block.iter().fold(0, |any, x| any | u32::from(passes(*x))) != 0
 }
 
 /// Leaves the `k` best entries, in no particular order, and returns the worst of them.
@@ -98,7 +109,7 @@ pub(super) fn above(row: &[f32], weights: &[f32], floor: f32, kept: &mut Vec<Ent
     let floor = floor.max(f32::MIN_POSITIVE);
     kept.clear();
     for (b, (logits, weights)) in row.chunks(BLOCK).zip(weights.chunks(BLOCK)).enumerate() {
-        if weights.iter().fold(0.0f32, |m, w| if *w > m { *w } else { m }) < floor {
+        if !any(weights, |w| w >= floor) {
             continue;
         }
         for (i, (logit, weight)) in logits.iter().zip(weights).enumerate() {

@@ -29,7 +29,7 @@ impl Scheduler {
             .first()
             .map_or(0, |(_, p)| p.unit().max(self.options.min_prompt_rows.min(p.pending())).min(rows));
         // A prompt that may end in this batch needs a head too.
-        let ending = usize::from(prompts.iter().any(|(_, p)| p.pending() <= rows));
+        let ending = usize::from(prompts.iter().any(|(_, p)| p.heads(p.cursor(), p.pending().min(rows)) > 0));
         let in_the_way = reserved > 0 && (streams.len() + reserved > rows || streams.len() + ending > heads);
         let all = rows.min(heads);
         let beside = if in_the_way { (rows - reserved).min(heads - ending) } else { all };
@@ -59,7 +59,14 @@ impl Scheduler {
     /// The first in rank alone.
     pub(super) fn choose_first(&self) -> Vec<(Rank, usize)> {
         let first = self.running.first_key_value();
-        first.map(|(&rank, s)| (rank, s.fit(s.cursor(), self.options.rows))).into_iter().collect()
+        first.map(|(&rank, s)| (rank, self.most_rows(s))).into_iter().collect()
+    }
+
+    /// Most rows that a batch of one sequence alone has.
+    pub(super) fn most_rows(&self, sequence: &Sequence) -> usize {
+        let (cursor, options) = (sequence.cursor(), &self.options);
+        let rows = options.rows.min(sequence.pending());
+        sequence.fit(cursor, sequence.within_heads(cursor, rows, options.head_rows))
     }
 }
 
@@ -95,18 +102,14 @@ fn share(
     prompts.iter().zip(dealt).filter(|(_, rows)| *rows > 0).map(|((rank, _), rows)| (*rank, rows)).collect()
 }
 
-/// Adds at most `part` rows to those that a sequence was dealt. Its last row needs a place among the heads.
+/// Adds at most `part` rows to those that a sequence was dealt. Rows whose logits are wanted need places
+/// among the heads.
 fn deal(sequence: &Sequence, dealt: &mut usize, part: usize, room: &mut Room, left: &mut usize) {
     let from = sequence.cursor() + *dealt;
-    let mut limit = part.min(room.rows).min(sequence.pending() - *dealt);
-    if room.heads == 0 && limit == sequence.pending() - *dealt {
-        limit = limit.saturating_sub(1);
-    }
-    let rows = sequence.fit(from, limit);
+    let limit = part.min(room.rows).min(sequence.pending() - *dealt);
+    let rows = sequence.fit(from, sequence.within_heads(from, limit, room.heads));
     *dealt += rows;
     room.rows -= rows;
     *left = left.saturating_sub(rows);
-    if rows > 0 && *dealt == sequence.pending() {
-        room.heads -= 1;
-    }
+    room.heads -= sequence.heads(from, rows);
 }

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use lapidary_ops::{GROUPS, Group, PAGE_TOKENS};
 
-use super::sequence::{Rank, Sequence};
+use super::sequence::{self, Rank, Sequence};
 use super::{Prepared, Scheduler};
 use crate::pages::{PagePool, SequencePages};
 use crate::prefix::{BlockKey, Found, PrefixTree, Store};
@@ -24,10 +24,10 @@ impl Scheduler {
         sequence.places = places.into();
     }
 
-    /// What is kept of a sequence's beginning; at least its last known row must run, to have logits.
+    /// What is kept of a sequence's beginning; rows whose logits are wanted must run.
     pub(super) fn find(&self, sequence: &Sequence) -> Found {
         match (&self.prefix, &sequence.chain) {
-            (Some(tree), Some(chain)) => tree.find(chain.keys(), (sequence.known() - 1) / PAGE_TOKENS),
+            (Some(tree), Some(chain)) => tree.find(chain.keys(), sequence.reusable()),
             _ => Found::default(),
         }
     }
@@ -44,7 +44,7 @@ impl Scheduler {
     /// go on further than from what there is.
     pub(super) fn comes_behind(&self, rank: Rank, sequence: &Sequence) -> bool {
         let Some(chain) = &sequence.chain else { return false };
-        let most = (sequence.known() - 1) / PAGE_TOKENS;
+        let most = sequence.reusable();
         let mut usable = None;
         self.running.range(..rank).any(|(_, other)| {
             let Some(ahead) = other.chain.as_ref().filter(|_| !other.places.is_empty()) else { return false };
@@ -106,7 +106,7 @@ impl Scheduler {
     pub(crate) fn stored(&self, prepared: &Prepared, store: &Store) -> Option<Wanted> {
         let (tree, chain) = (self.prefix.as_ref()?, prepared.chain.as_ref()?);
         let keys = chain.keys();
-        let most = (prepared.prompt.len() - 1) / PAGE_TOKENS;
+        let most = sequence::reusable(prepared.prompt.len(), prepared.score_from);
         let found = tree.find(keys, most);
         let first = |blocks| tree.window_from(blocks);
         let blocks = store.depth(keys, found.known, found.usable, most, first)?;

@@ -50,6 +50,8 @@ pub(super) struct Sequence {
     was: usize,
     max_tokens: usize,
     stop_ids: Vec<u32>,
+    /// The first token of the prompt whose probability is wanted and not known yet.
+    score_from: Option<usize>,
 }
 
 impl Sequence {
@@ -59,6 +61,7 @@ impl Sequence {
         chain: Option<Chain>,
         max_tokens: usize,
         stop_ids: Vec<u32>,
+        score_from: Option<usize>,
         now: Duration,
     ) -> Sequence {
         Sequence {
@@ -75,6 +78,7 @@ impl Sequence {
             was: 0,
             max_tokens,
             stop_ids,
+            score_from,
         }
     }
 
@@ -113,6 +117,48 @@ impl Sequence {
         }
     }
 
+    /// Whether the logits of a row say how likely the prompt's next token is, and that is wanted.
+    pub fn scores(&self, row: usize) -> bool {
+        let next = row + 1;
+        let wanted = self.score_from.is_some_and(|from| from <= next) && next < self.prompt.len();
+        wanted && self.prompt.text(next).is_some()
+    }
+
+    /// Whether tokens of an answer are wanted.
+    pub fn answers(&self) -> bool {
+        self.max_tokens > 0
+    }
+
+    /// How many of `rows` rows from `from` on have logits.
+    pub fn heads(&self, from: usize, rows: usize) -> usize {
+        let scored = match self.score_from {
+            None => 0,
+            Some(_) => (from..from + rows).filter(|row| self.scores(*row)).count(),
+        };
+        scored + usize::from(rows > 0 && from + rows == self.known() && self.answers())
+    }
+
+    /// Most rows from `from` on, at most `rows`, of which no more than `heads` have logits.
+    pub fn within_heads(&self, from: usize, rows: usize, heads: usize) -> usize {
+        if self.heads(from, rows) <= heads {
+            return rows;
+        }
+        let mut left = heads;
+        for row in from..from + rows {
+            let wanted = self.heads(row, 1);
+            if wanted > left {
+                return row - from;
+            }
+            left -= wanted;
+        }
+        rows
+    }
+
+    /// Most blocks of an earlier request that it can go on from: rows whose logits are wanted must run.
+    pub fn reusable(&self) -> usize {
+        reusable(self.known(), self.score_from)
+    }
+
     /// Rows from the cursor that must run together.
     pub fn unit(&self) -> usize {
         match self.cursor < self.prompt.len() {
@@ -137,9 +183,12 @@ impl Sequence {
         self.was.saturating_sub(self.cursor).min(rows)
     }
 
-    /// Rows before `cursor` have keys and values.
+    /// Rows before `cursor` have keys and values, and their logits were looked at.
     pub fn advance(&mut self, cursor: usize) {
         self.cursor = cursor;
+        if let Some(from) = &mut self.score_from {
+            *from = (*from).max(cursor + 1);
+        }
     }
 
     /// Adds a token to the answer, unless it is one that ends it.
@@ -184,4 +233,9 @@ impl Sequence {
         self.cursor = 0;
         std::mem::take(&mut self.pages)
     }
+}
+
+/// Most blocks that a sequence of `known` rows, whose logits are wanted from token `score_from` on, need not run.
+pub(super) fn reusable(known: usize, score_from: Option<usize>) -> usize {
+    score_from.map_or(known, |from| from.min(known)).saturating_sub(1) / PAGE_TOKENS
 }

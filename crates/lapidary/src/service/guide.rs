@@ -146,7 +146,7 @@ impl Guide for ReplyGuide {
             Self::from_matcher(&mut self.mask, self.vocab, &mut answer.matcher)?;
             if answer.is_calls
                 && answer.matcher.may_end()
-                && let Some(response) = s.tool_response_open
+                && let Some(response) = s.tool_response_open.filter(|id| self.ends.contains(id))
             {
                 self.mask.allow(response);
             }

@@ -53,45 +53,55 @@ struct Answer {
 
 impl Job {
     pub fn chat(inner: &Inner, request: ChatRequest) -> Result<Job, RequestError> {
-        let ChatRequest { mut input, .. } = request.clone();
-        check::messages(&input.messages)?;
+        check::messages(&request.input.messages)?;
         check::tools(&request)?;
+        let ChatRequest { mut input, tool_choice, parallel_tool_calls, format, .. } = request;
         parse_call_arguments(&mut input.messages).map_err(check::conversation_error)?;
         let prompt = inner.template.encode(&inner.tokenizer, &input).map_err(check::conversation_error)?;
         let specials = *inner.tokenizer.specials();
-        let has_tools = !input.tools.is_empty();
         let mut job = Job::new(inner, prompt.ids, request.generation)?;
 
         let thinks = input.enable_thinking == Some(true) && specials.channel_open.is_some();
         job.budget = request.thinking_budget.or(inner.options.default_thinking_budget);
         let thought_first = thinks && !prompt.thinking_open;
-        let calls = |tools: &[Value], several| {
-            let grammar = Grammar::Calls(CallGrammar { tools: tools.to_vec(), several });
+        let calls = |tools: Vec<Value>, several| {
+            let grammar = Grammar::Calls(CallGrammar { tools, several });
             inner.grammars.compile(&grammar).map_err(|e| check::grammar_error("tools", e))
         };
         let forced = |matcher| Answer { matcher, thought_first, or_calls: false, is_calls: true };
         let mut tools = Tools::new(&input.tools);
-        let several = request.parallel_tool_calls == ParallelCalls::Many;
-        job.answer = match &request.tool_choice {
-            ToolChoice::Required => Some(forced(calls(&input.tools, several)?)),
+        match tool_choice {
+            ToolChoice::Required => {
+                let several = parallel_tool_calls == ParallelCalls::Many;
+                job.answer = Some(forced(calls(input.tools, several)?));
+            }
             ToolChoice::Named(name) => {
-                let mut named = input.tools.clone();
-                named.retain(|tool| tool.get("function").unwrap_or(tool)["name"] == name.as_str());
-                Some(forced(calls(&named, false)?))
+                input.tools.retain(|tool| tool.get("function").unwrap_or(tool)["name"] == name.as_str());
+                job.answer = Some(forced(calls(input.tools, false)?));
             }
-            choice => {
-                let or_calls = *choice == ToolChoice::Auto && has_tools;
-                if *choice == ToolChoice::None {
-                    job.sampling.suppress.extend(specials.tool_call_open);
-                    tools = Tools::default();
-                } else if let Some(strict) = strict_tools(&input.tools) {
-                    job.calls = Some(calls(&strict, false)?);
+            ToolChoice::None => {
+                job.sampling.suppress.extend(specials.tool_call_open);
+                tools = Tools::default();
+                let matcher = job.format(inner, &format)?;
+                job.answer = matcher.map(|matcher| Answer {
+                    matcher,
+                    thought_first,
+                    or_calls: false,
+                    is_calls: false,
+                });
+            }
+            ToolChoice::Auto => {
+                let or_calls = !input.tools.is_empty();
+                let matcher = job.format(inner, &format)?;
+                // Where an answer must be of a form, a garbled call would be text before it.
+                if or_calls && (matcher.is_some() || asks_for_strict(&input.tools)) {
+                    job.calls = Some(calls(as_far_as_strict(&input.tools), false)?);
                 }
-                let grammar = job.format(inner, &request.format)?;
-                grammar.map(|matcher| Answer { matcher, thought_first, or_calls, is_calls: false })
+                job.answer =
+                    matcher.map(|matcher| Answer { matcher, thought_first, or_calls, is_calls: false });
             }
-        };
-        job.kind = Kind::Chat { tools, parallel: request.parallel_tool_calls };
+        }
+        job.kind = Kind::Chat { tools, parallel: parallel_tool_calls };
         // The opener of another turn ends this one, whatever the files declare.
         if !job.generation.ignore_eos {
             job.ends.extend(specials.turn_open);
@@ -278,21 +288,21 @@ pub(super) fn encode(
     }
 }
 
-/// The declarations for the grammar of calls, when a tool asks for its schema to be kept to. Those that do not may have
-/// any arguments.
-fn strict_tools(tools: &[Value]) -> Option<Vec<Value>> {
-    let function = |tool: &Value| tool.get("function").unwrap_or(tool).clone();
-    if !tools.iter().any(|tool| function(tool)["strict"] == true) {
-        return None;
-    }
+/// Whether a tool asks for its schema to be kept to.
+fn asks_for_strict(tools: &[Value]) -> bool {
+    tools.iter().any(|tool| tool.get("function").unwrap_or(tool)["strict"] == true)
+}
+
+/// Declarations for the grammar of calls that nobody forces: tools that do not ask for strictness may have any arguments.
+fn as_far_as_strict(tools: &[Value]) -> Vec<Value> {
     let each = tools.iter().map(|tool| {
-        let function = function(tool);
+        let function = tool.get("function").unwrap_or(tool);
         match function["strict"] == true {
             true => json!({ "function": function }),
             false => json!({ "function": { "name": function["name"], "parameters": {} } }),
         }
     });
-    Some(each.collect())
+    each.collect()
 }
 
 /// A number that no other request of this process has, and hardly one of another.

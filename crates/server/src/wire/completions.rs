@@ -120,7 +120,7 @@ pub fn whole(meta: &Meta, all: &[Whole], n: usize, echoes: &[String], wants_logp
         .enumerate()
         .map(|(index, whole)| {
             let reply = &whole.reply;
-            usage.add(&reply.usage, index % n == 0);
+            usage.add(&reply.usage, index.is_multiple_of(n));
             let echo = echoes.get(index / n).map_or("", String::as_str);
             let mut choice = json!({
                 "index": index,
@@ -237,7 +237,7 @@ impl Frames for CompletionFrames {
                 );
             }
             ServiceEvent::Finished { reason, usage, unparsed_calls } => {
-                self.usage.add(&usage, index % self.n == 0);
+                self.usage.add(&usage, index.is_multiple_of(self.n));
                 let stop_reason = match &reason {
                     FinishKind::Stop { matched } => matched.as_deref(),
                     _ => None,

@@ -28,6 +28,8 @@ pub enum Plan {
     Refuse(RequestError),
     /// A token every so often, without an end.
     Endless(Duration),
+    /// A prompt that is read for ever, a step every so often.
+    Feeding(Duration),
     /// A panic.
     Panic,
 }
@@ -57,7 +59,13 @@ impl Scripted {
         let lists = match plan {
             Plan::Refuse(error) => return Err(error),
             Plan::Panic => panic!("planned"),
-            Plan::Endless(every) => return Ok((0..n).map(|i| self.endless(i, every)).collect()),
+            Plan::Endless(every) => {
+                return Ok((0..n).map(|i| self.endless(i, every, |_| text("x"))).collect());
+            }
+            Plan::Feeding(every) => {
+                let progress = |fed| ServiceEvent::Progress { fed };
+                return Ok((0..n).map(|i| self.endless(i, every, progress)).collect());
+            }
             Plan::Say(lists) => lists,
         };
         let reply = |index: usize| {
@@ -73,13 +81,15 @@ impl Scripted {
         Ok((0..n).map(reply).collect())
     }
 
-    fn endless(&self, index: usize, every: Duration) -> Reply {
+    fn endless(&self, index: usize, every: Duration, event: fn(usize) -> ServiceEvent) -> Reply {
         let (sender, receiver) = tokio::sync::mpsc::unbounded_channel();
         let (dropped, live) = (self.dropped.clone(), self.live.clone());
         live.fetch_add(1, Ordering::SeqCst);
         std::thread::spawn(move || {
             sender.send(started(7, 0)).ok();
-            while sender.send(text("x")).is_ok() {
+            let mut step = 0;
+            while sender.send(event(step)).is_ok() {
+                step += 1;
                 std::thread::sleep(every);
             }
             live.fetch_sub(1, Ordering::SeqCst);

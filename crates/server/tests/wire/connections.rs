@@ -118,13 +118,20 @@ fn k02_a_client_that_leaves_touches_no_other() {
 fn a_silent_stream_gets_comments_with_the_progress_of_its_prompt() {
     run(async {
         let options = ServerOptions { keep_alive: Duration::from_millis(30), ..ServerOptions::default() };
-        let plan = Plan::Endless(Duration::from_millis(400));
+        let plan = Plan::Feeding(Duration::from_millis(5));
         let running = start(options, Duration::from_secs(1), vec![plan]).await;
         let mut client = ask(running.address, &hello(true)).await;
-        let mut line = String::new();
-        while !line.starts_with(": prefill 0 of 7 tokens") {
+        let (mut line, mut last) = (String::new(), 0);
+        for _ in 0..3 {
+            while !line.starts_with(": prefill ") {
+                line.clear();
+                assert_ne!(client.read_line(&mut line).await.expect("it streams"), 0);
+            }
+            let fed = line.trim_end().strip_prefix(": prefill ").and_then(|l| l.strip_suffix(" of 7 tokens"));
+            let fed: usize = fed.expect("the form is this one").parse().expect("a number");
+            assert!(fed > last, "{line}");
+            last = fed;
             line.clear();
-            assert_ne!(client.read_line(&mut line).await.expect("it streams"), 0);
         }
     });
 }

@@ -1,0 +1,371 @@
+//! Verification: sound models in every format pass, planted faults are found where they are.
+
+mod common;
+
+use std::path::{Path, PathBuf};
+
+use common::drive::{Random, TINY};
+use lapidary::convert::{ConvertOptions, to_gguf, to_safetensors};
+use lapidary::verify::{
+    Arithmetic, Dump, Formats, Report, VerifyError, default_tokens, typical_loss, verify,
+};
+use lapidary::{Checkpoint, Compute, EmbedScale, LoadOptions, Stepper, load_stepper};
+use lapidary_formats::{Format, TensorView, decode_row};
+use lapidary_reference::tiny::{self, Variant};
+use lapidary_weights::export::Layout;
+use lapidary_weights::names::{Spelling, spell};
+use lapidary_weights::safetensors::{Dtype, NewTensor, write};
+use lapidary_weights::{ExpertPart, LayerRole, Role, gguf};
+
+/// More than the tiny models' window of keys.
+const TOKENS: usize = 29;
+
+fn stepper(path: &Path, compute: Compute) -> (Stepper, Formats) {
+    let checkpoint = Checkpoint::open(path).expect("it opens");
+    let options = LoadOptions {
+        context: Some(TOKENS),
+        chunk: TOKENS,
+        head_rows: 8,
+        threads: Some(2),
+        compute,
+        embed_scale: EmbedScale::F32,
+        ..LoadOptions::default()
+    };
+    let stepper = load_stepper(&checkpoint, &options, &mut |_| {}).expect("it loads");
+    let formats = Formats::of(&checkpoint, stepper.model().layers.len());
+    (stepper, formats)
+}
+
+fn dump(path: &Path) -> Dump {
+    let (mut s, formats) = stepper(path, Compute::F32);
+    let tokens = default_tokens(&s, TOKENS);
+    Dump::make(&mut s, &tokens, formats).expect("it runs")
+}
+
+fn held(path: &Path, compute: Compute, dump: &Dump) -> Report {
+    let (mut s, formats) = stepper(path, compute);
+    let arithmetic = if compute == Compute::F32 { Arithmetic::F32 } else { Arithmetic::Fast };
+    verify(&mut s, &formats, arithmetic, dump).expect("it runs")
+}
+
+struct Model {
+    folder: tempfile::TempDir,
+}
+
+impl Model {
+    /// A model with odd widths, which quantised formats cannot hold.
+    fn tiny(variant: Variant) -> Model {
+        let folder = tempfile::tempdir().expect("a folder");
+        tiny::write(variant, folder.path()).expect("the checkpoint is written");
+        Model { folder }
+    }
+
+    /// A trained model in bf16: the stored Q8_0 file, decoded and rounded.
+    fn pebble(name: &str) -> Model {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+        let source =
+            Checkpoint::open(root.join(format!("models/pebble-{name}-q8_0.gguf"))).expect("it opens");
+        let folder = tempfile::tempdir().expect("a folder");
+        std::fs::copy(
+            root.join(format!("tests/pebble/{name}/config.json")),
+            folder.path().join("config.json"),
+        )
+        .expect("a config");
+        let mut list: Vec<(String, Vec<usize>, Vec<u8>)> = Vec::new();
+        let mut add = |role: Role, view: &TensorView<'_>, shape: Vec<usize>| {
+            let name = spell(role, Spelling::Composite).expect("a name");
+            let mut row = vec![0.0; view.cols];
+            let mut bytes = Vec::new();
+            for r in 0..view.rows {
+                decode_row(view, r, &mut row);
+                bytes.extend(row.iter().flat_map(|&v| half::bf16::from_f32(v).to_le_bytes()));
+            }
+            list.push((name, shape, bytes));
+        };
+        for role in source.roles().filter(|r| *r != Role::RopeFreqs) {
+            match role {
+                Role::Layer(layer, LayerRole::ExpertsGateUp | LayerRole::ExpertsDown) => {
+                    let parts: &[ExpertPart] = match role {
+                        Role::Layer(_, LayerRole::ExpertsDown) => &[ExpertPart::Down],
+                        _ => &[ExpertPart::Gate, ExpertPart::Up],
+                    };
+                    for index in 0..source.experts_in_file(layer) as u32 {
+                        for &part in parts {
+                            let view = source.expert(layer, index, part).unwrap().expect("an expert");
+                            let shape = vec![view.rows, view.cols];
+                            add(Role::Layer(layer, LayerRole::Expert { index, part }), &view, shape);
+                        }
+                    }
+                }
+                _ => {
+                    let view = source.tensor(role).unwrap().expect("it is one of the roles");
+                    let shape = if view.rows == 1 { vec![view.cols] } else { vec![view.rows, view.cols] };
+                    add(role, &view, shape);
+                }
+            }
+        }
+        let tensors: Vec<NewTensor<'_>> = list
+            .iter()
+            .map(|(name, shape, bytes)| NewTensor {
+                name: name.clone(),
+                dtype: Dtype::Bf16,
+                shape: shape.clone(),
+                bytes,
+            })
+            .collect();
+        write(&folder.path().join("model.safetensors"), &tensors, &Default::default())
+            .expect("it is written");
+        Model { folder }
+    }
+
+    fn path(&self) -> &Path {
+        self.folder.path()
+    }
+
+    fn gguf(&self, format: Format) -> PathBuf {
+        let out = self.folder.path().join(format!("{format}.gguf"));
+        to_gguf(&Checkpoint::open(self.path()).unwrap(), &out, &ConvertOptions::new(format))
+            .expect("it converts");
+        out
+    }
+
+    fn safetensors(&self, layout: Layout) -> PathBuf {
+        let out = self.folder.path().join(format!("{layout:?}"));
+        to_safetensors(&Checkpoint::open(self.path()).unwrap(), &out, layout, &mut |_| {})
+            .expect("it converts");
+        out
+    }
+}
+
+#[test]
+fn the_same_program_gives_the_same_bits() {
+    let models = TINY.map(Model::tiny).into_iter().chain(["moe", "e"].map(Model::pebble));
+    for model in models {
+        for compute in [Compute::F32, Compute::Fast] {
+            let (mut s, formats) = stepper(model.path(), compute);
+            let tokens = default_tokens(&s, TOKENS);
+            let dump = Dump::make(&mut s, &tokens, formats).unwrap();
+            let r = held(model.path(), compute, &dump);
+            assert!(r.same_program && r.first_departure().is_none(), "{compute:?}: {r:?}");
+            assert!(r.layers.iter().all(|c| c.worst == 0.0), "{r:?}");
+            assert!(
+                r.embed.worst == 0.0 && r.head.worst == 0.0 && r.logits.kl == 0.0 && r.logits.top1 == 1.0
+            );
+        }
+    }
+}
+
+#[test]
+fn sound_models_pass_in_every_format_and_arithmetic() {
+    for name in ["moe", "e"] {
+        let model = Model::pebble(name);
+        let dump = dump(model.path());
+        let formats =
+            [Format::F32, Format::Q8_0, Format::Q6K, Format::Q4_0, Format::Q4K].map(|f| model.gguf(f));
+        let layouts = [Layout::Fp8Row, Layout::Nvfp4Divisor].map(|l| model.safetensors(l));
+        for path in formats.into_iter().chain(layouts).chain([model.path().to_owned()]) {
+            for compute in [Compute::F32, Compute::Fast] {
+                let r = held(&path, compute, &dump);
+                let worst = r.layers.iter().map(|c| c.median / c.allowed).fold(0.0, f64::max);
+                let file = path.file_name().unwrap().to_string_lossy();
+                eprintln!(
+                    "{name} {file} {compute:?}: {worst:.2} of what is explained, KL {:.1e}",
+                    r.logits.kl
+                );
+                assert_eq!(r.first_departure(), None, "{name} {file} {compute:?}: {r:?}");
+            }
+        }
+    }
+}
+
+/// Changes the bytes of a tensor of a GGUF file.
+fn patch(path: &Path, tensor: &str, change: impl FnOnce(&mut [u8])) {
+    let (start, length) = {
+        let file = gguf::File::open(path).unwrap();
+        let info = file.tensor(tensor).unwrap_or_else(|| panic!("no {tensor}"));
+        (info.start as usize, info.bytes.unwrap() as usize)
+    };
+    let mut bytes = std::fs::read(path).unwrap();
+    change(&mut bytes[start..start + length]);
+    std::fs::write(path, bytes).unwrap();
+}
+
+fn tensor(path: &Path, name: &str) -> Vec<u8> {
+    gguf::File::open(path).unwrap().bytes(name).unwrap().to_vec()
+}
+
+/// Changes the float32 behind a metadata key.
+fn patch_key(path: &Path, key: &str, value: f32) {
+    let mut bytes = std::fs::read(path).unwrap();
+    let at = bytes
+        .windows(key.len() + 4)
+        .position(|w| w.starts_with(key.as_bytes()) && w[key.len()..] == [6, 0, 0, 0]);
+    let at = at.unwrap_or_else(|| panic!("no key {key}")) + key.len() + 4;
+    bytes[at..at + 4].copy_from_slice(&value.to_le_bytes());
+    std::fs::write(path, bytes).unwrap();
+}
+
+#[test]
+fn planted_faults_are_named_by_their_layer() {
+    for name in ["moe", "e"] {
+        let model = Model::pebble(name);
+        let dump = dump(model.path());
+        let full = (0..).find(|&l| is_full(model.path(), l)).unwrap();
+        let last = dump.hidden.len() - 1;
+        type Fault = (&'static str, String, Box<dyn Fn(&Path)>);
+        let faults: Vec<Fault> = vec![
+            (
+                "swapped norms",
+                "layer 2".into(),
+                Box::new(|p| {
+                    let (a, b) = ("blk.2.post_attention_norm.weight", "blk.2.ffn_norm.weight");
+                    let (x, y) = (tensor(p, a), tensor(p, b));
+                    patch(p, a, |bytes| bytes.copy_from_slice(&y));
+                    patch(p, b, |bytes| bytes.copy_from_slice(&x));
+                }),
+            ),
+            (
+                "a missing layer scalar",
+                "layer 1".into(),
+                Box::new(|p| {
+                    patch(p, "blk.1.layer_output_scale.weight", |bytes| {
+                        bytes.copy_from_slice(&1.0f32.to_le_bytes())
+                    });
+                }),
+            ),
+            (
+                "another rope base of full layers",
+                format!("layer {full}"),
+                Box::new(|p| {
+                    patch_key(p, "gemma4.rope.freq_base", 10_000.0);
+                }),
+            ),
+            (
+                "another rope base of sliding layers",
+                "layer 0".into(),
+                Box::new(|p| {
+                    patch_key(p, "gemma4.rope.freq_base_swa", 1_000_000.0);
+                }),
+            ),
+            (
+                "a bad block",
+                format!("layer {last}"),
+                Box::new(move |p| {
+                    // The scale of one block of 32 weights, sixty times what it was.
+                    patch(p, &format!("blk.{last}.ffn_down.weight"), |bytes| {
+                        let scale = half::f16::from_le_bytes([bytes[0], bytes[1]]).to_f32() * 60.0;
+                        bytes[..2].copy_from_slice(&half::f16::from_f32(scale).to_le_bytes());
+                    });
+                }),
+            ),
+            (
+                "a bad row of the final norm",
+                "head".into(),
+                Box::new(|p| {
+                    patch(p, "output_norm.weight", |bytes| {
+                        bytes[..4].copy_from_slice(&40.0f32.to_le_bytes());
+                    });
+                }),
+            ),
+        ];
+        for (what, expected, plant) in faults {
+            let path = model.gguf(Format::Q8_0);
+            plant(&path);
+            let report = held(&path, Compute::F32, &dump);
+            assert_eq!(report.first_departure(), Some(expected.clone()), "{name}, {what}: {report:?}");
+            let others = report
+                .layers
+                .iter()
+                .enumerate()
+                .filter(|(l, c)| c.departs() && format!("layer {l}") != expected);
+            let sliding_or_full = what.contains("rope");
+            assert!(sliding_or_full || others.count() == 0, "{name}, {what}: only its own layer departs");
+        }
+    }
+}
+
+fn is_full(path: &Path, layer: usize) -> bool {
+    let config = lapidary::Config::from_checkpoint(&Checkpoint::open(path).unwrap()).unwrap();
+    config.layers[layer].group == lapidary_ops::Group::Full
+}
+
+/// One flipped bit in every ten thousandth block, wherever it falls among the layers' matrices.
+#[test]
+fn flipped_bits_in_one_of_ten_thousand_blocks_are_noticed() {
+    let mut random = Random::new(5);
+    for name in ["moe", "e"] {
+        let model = Model::pebble(name);
+        for (format, block) in
+            [(Format::Bf16, 64), (Format::Q8_0, 34), (Format::Q4_0, 18), (Format::Q4K, 144)]
+        {
+            let path = model.gguf(format);
+            let dump = dump(&path);
+            let sound = std::fs::read(&path).unwrap();
+            let matrices: Vec<(usize, usize)> = {
+                let file = gguf::File::open(&path).unwrap();
+                let layers =
+                    file.tensors().filter(|t| t.name.starts_with("blk.") && t.kind.format() == Some(format));
+                layers
+                    .filter(|t| t.dims.len() > 1)
+                    .map(|t| (t.start as usize, t.bytes.unwrap() as usize))
+                    .collect()
+            };
+            assert!(!matrices.is_empty(), "{name} has matrices in {format}");
+            let blocks: usize = matrices.iter().map(|(_, bytes)| bytes / block).sum();
+            let flips = blocks.div_ceil(10_000);
+            for trial in 0..12 {
+                let mut bytes = sound.clone();
+                for _ in 0..flips {
+                    let (start, length) = matrices[random.next() as usize % matrices.len()];
+                    // Codes, not scales: what changes least.
+                    let at = start + (random.next() as usize % (length / block)) * block + block - 1;
+                    bytes[at] ^= 1 << (random.next() % 8);
+                }
+                std::fs::write(&path, &bytes).unwrap();
+                let report = held(&path, Compute::F32, &dump);
+                let found = report.first_departure();
+                assert!(found.is_some(), "{name} {format} trial {trial}: {flips} flips of {blocks} blocks");
+            }
+            std::fs::write(&path, &sound).unwrap();
+            assert_eq!(held(&path, Compute::F32, &dump).first_departure(), None);
+        }
+    }
+}
+
+#[test]
+fn dumps_come_back_from_their_files_and_others_are_refused() {
+    let model = Model::tiny(Variant::Moe);
+    let made = dump(model.path());
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("dump.safetensors");
+    made.write(&path).unwrap();
+    let (layers, width) = (made.hidden.len(), made.embed.len() / TOKENS);
+    let vocab = made.logits.len() / TOKENS;
+    assert_eq!(Dump::read(&path, layers, width, vocab).unwrap(), made);
+    for (layers, width, vocab, message) in [
+        (layers + 1, width, vocab, "hidden"),
+        (layers - 1, width, vocab, "is there, but the model has"),
+        (layers, width + 1, vocab, "the model"),
+        (layers, width, vocab + 1, "logits"),
+        (layers, width, 40, "the vocabulary has 40"),
+    ] {
+        let error = Dump::read(&path, layers, width, vocab).unwrap_err();
+        assert!(matches!(error, VerifyError::Dump { .. }) && error.to_string().contains(message), "{error}");
+    }
+    let mut bad = made.clone();
+    bad.hidden[2][7] = f32::NAN;
+    bad.write(&path).unwrap();
+    assert!(Dump::read(&path, layers, width, vocab).unwrap_err().to_string().contains("hidden.2"));
+    // More tokens than a batch holds are refused, and the stepper goes on.
+    let (mut s, formats) = stepper(model.path(), Compute::F32);
+    let long = Dump { tokens: vec![5; TOKENS + 1], ..made.clone() };
+    assert!(verify(&mut s, &formats, Arithmetic::F32, &long).is_err());
+    assert!(verify(&mut s, &formats, Arithmetic::F32, &made).unwrap().first_departure().is_none());
+}
+
+#[test]
+fn coarser_formats_lose_more() {
+    assert_eq!(typical_loss(Format::F32), 0.0);
+    let losses = [Format::Bf16, Format::Q8_0, Format::Q6K, Format::Q4K, Format::Q4_0].map(typical_loss);
+    assert!(losses.windows(2).all(|p| p[0] < p[1]), "{losses:?}");
+}
