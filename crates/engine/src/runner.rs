@@ -6,7 +6,7 @@ use lapidary_model::kv_plan::kv_plan;
 use lapidary_model::{Model, forward};
 use lapidary_ops::{
     Backend, Batch, BatchShape, DeviceReport, GROUPS, Group, KvFormat, KvPlan, MemoryUse, Ops, Outcome,
-    PassTiming, SteerSet,
+    SteerSet,
 };
 
 use crate::error::{Error, Result};
@@ -146,8 +146,7 @@ impl Runner {
     pub fn collect(&mut self) -> Result<Outcome> {
         let outcome = self.backend.collect()?;
         if let Some(profiler) = &mut self.profiler {
-            let timing = outcome.timing.clone().or_else(|| PassTiming::from_phases(&outcome.phases));
-            profiler.end(timing.as_ref());
+            profiler.end(outcome.timing.as_ref());
         }
         Ok(outcome)
     }

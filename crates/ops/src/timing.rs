@@ -38,22 +38,6 @@ impl PassTiming {
         }
         PassTiming { spans, device }
     }
-
-    /// The phases of a device that tells how long each took in all, in microseconds, drawn one after the other; `None`
-    /// where it tells nothing.
-    pub fn from_phases(phases: &[(Phase, f64)]) -> Option<PassTiming> {
-        let mut start = Duration::ZERO;
-        let spans: Vec<PhaseSpan> = phases
-            .iter()
-            .map(|&(phase, micros)| {
-                let length = Duration::from_nanos((micros.max(0.0) * 1e3) as u64);
-                let span = PhaseSpan { phase, start, length };
-                start += length;
-                span
-            })
-            .collect();
-        (!spans.is_empty()).then_some(PassTiming { spans, device: start })
-    }
 }
 
 impl Phase {
