@@ -132,7 +132,9 @@ fn a_stored_beginning_outlives_the_server_and_a_damaged_one_is_dropped() {
     let folder = tempfile::tempdir().expect("a folder");
     let flags = ["--prefix-dir", folder.path().to_str().expect("text")];
     let long = "The dog sat by the valley. ".repeat(20);
-    let body = format!(r#"{{"messages":[{{"role":"user","content":"{long}What is the capital of Kenya?"}}],"temperature":0}}"#);
+    let body = format!(
+        r#"{{"messages":[{{"role":"user","content":"{long}What is the capital of Kenya?"}}],"temperature":0}}"#
+    );
     let ask = |server: &Server| {
         let reply = server.ask("POST", "/v1/chat/completions", JSON, &body);
         let json: serde_json::Value =
@@ -142,7 +144,8 @@ fn a_stored_beginning_outlives_the_server_and_a_damaged_one_is_dropped() {
     };
     let metric = |server: &Server, name: &str| -> f64 {
         let page = server.ask("GET", "/metrics", "", "");
-        let line = page.lines().find(|line| line.starts_with(&format!("{name}{{"))).expect("it is there").to_owned();
+        let line =
+            page.lines().find(|line| line.starts_with(&format!("{name}{{"))).expect("it is there").to_owned();
         line.rsplit(' ').next().expect("a value").parse().expect("a number")
     };
     let mut first = Server::start(&flags, None);
@@ -158,7 +161,9 @@ fn a_stored_beginning_outlives_the_server_and_a_damaged_one_is_dropped() {
     let mut stack = vec![folder.path().to_owned()];
     while let Some(path) = stack.pop() {
         if path.is_dir() {
-            stack.extend(std::fs::read_dir(&path).expect("it is ours").map(|entry| entry.expect("it is there").path()));
+            stack.extend(
+                std::fs::read_dir(&path).expect("it is ours").map(|entry| entry.expect("it is there").path()),
+            );
         } else {
             let mut bytes = std::fs::read(&path).expect("it is ours");
             let middle = bytes.len() / 2;
