@@ -81,7 +81,7 @@ mod on_device {
         println!("read bandwidth {ceiling:.0} GB/s");
         let x = lab.bf16(&vec![0.5; 16 * 32768]);
         let out = lab.poisoned(3 * 16 * 262_144 * 4);
-        let big = lab.poisoned(1 << 30);
+        let big = lab.bytes(&vec![0; 1 << 30]);
         let aux = lab.bytes(&vec![0; 8 << 20]);
         let bench = Bench { lab, pool, x, out, aux, big, ceiling };
         if wants("gemm") {
@@ -329,9 +329,9 @@ mod on_device {
                             weights: Weights { shape: down, strips: self.pool.ptr(), row_scales: scales },
                             chosen: chosen(i),
                             top_k: 8,
-                            hidden: self.x.ptr(),
+                            hidden: self.big.ptr(),
                             hidden_stride: 704,
-                            rows: n.min(4),
+                            rows: n,
                             out: self.out.ptr(),
                             out_stride: 2816,
                             most_planes: MAX_PLANES,

@@ -73,6 +73,10 @@ pub struct Pool {
     pub format: i32,
     /// Bytes of one head's key or value at one position.
     pub row_bytes: i32,
+    /// 1 for the layout of the fast kernels ([`PageShape`](crate::kernels::attn_decode::PageShape)).
+    pub fast: i32,
+    /// Keeps the size a multiple of 8.
+    pub pad: i32,
 }
 
 /// A matrix: its parts, in ascending order of rows.

@@ -1,20 +1,22 @@
 //! The backend: what it owns, and how a pass runs.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use lapidary_formats::{Format, TensorView};
 use lapidary_ops::{
-    Act, ActKind, ActRows, ActSpec, Backend, Batch, BatchShape, DeviceReport, Error, Gain, KernelReport,
-    KvPlan, KvRef, Mat, MemoryUse, Ops, Outcome, Phase, Result, Tap,
+    Act, ActKind, ActRows, ActSpec, Backend, Batch, BatchShape, DeviceReport, Error, Gain, Group,
+    KernelReport, KvPlan, KvRef, Mat, MemoryUse, Ops, Outcome, PassTiming, Phase, Result, Tap,
 };
 
 use crate::buffers::Buffer;
 use crate::driver::{Arena, Context, DevPtr, Event, Graph, Kernels, Pinned, Stream};
+use crate::fast::{self, Tiles};
 use crate::graphs::{Graphs, Left, Plan};
 use crate::kernels::heads::{self, Cell};
 use crate::kv::KvPools;
 use crate::launch::Queue;
-use crate::matrix::{Matrix, Store};
+use crate::matrix::{Matrix, Store, Tied};
 use crate::ops::{CudaOps, Mode, check_ids};
 use crate::upload::Upload;
 use crate::workspace::Workspace;
@@ -36,8 +38,6 @@ pub struct CudaOptions {
     pub ordinal: usize,
     /// Arithmetic mode.
     pub compute: Compute,
-    /// Whether to measure the time of each phase, which costs a little of it.
-    pub profile: bool,
     /// Puts random values of this format in the place of every matrix, so that speed can be measured without a
     /// checkpoint.
     pub random_weights: Option<Format>,
@@ -53,6 +53,11 @@ const ARENA_BLOCK: usize = 64 << 20;
 /// Fields are dropped in order, the memory that queued work may use after [`Drop`] has waited for it.
 pub struct CudaBackend {
     pub(crate) options: CudaOptions,
+    /// Whether matrices are packed for the fast kernels.
+    packs: bool,
+    tiles: Option<Tiles>,
+    /// Whether marks note the time.
+    pub(crate) timings: bool,
     graphs: Graphs,
     pub(crate) stream: Arc<Stream>,
     pub(crate) kernels: Kernels,
@@ -70,6 +75,8 @@ pub struct CudaBackend {
     moves: usize,
     /// Where the chosen tokens arrive.
     chosen: Option<Pinned>,
+    /// Where rows that are lent arrive.
+    lent: Option<Pinned>,
     /// What the last run leaves beside them, once it is done.
     pending: Option<Pending>,
     context: Arc<Context>,
@@ -94,15 +101,20 @@ impl CudaBackend {
     pub fn new(options: CudaOptions) -> Result<CudaBackend> {
         let context = Context::new(options.ordinal)
             .map_err(|e| Error::Unsupported { device: "cuda".into(), what: e.to_string() })?;
+        // The fast kernels are Hopper's; elsewhere the fast mode is bf16 inputs on the general ones.
+        let packs = options.compute == Compute::Fast && context.info.arch == 90;
         Ok(CudaBackend {
             options,
+            packs,
+            tiles: options.random_weights.map(Tiles::new),
+            timings: false,
             graphs: Graphs::default(),
             stream: Arc::new(Stream::new(&context)?),
             kernels: Kernels::new(&context),
             mats: Vec::new(),
             gains: Vec::new(),
             acts: Vec::new(),
-            kv: KvPools::empty(),
+            kv: KvPools::empty(packs),
             upload: Upload::default(),
             workspace: Workspace::new(&context),
             weights: Arena::new(&context, "weights", ARENA_BLOCK),
@@ -110,6 +122,7 @@ impl CudaBackend {
             uploaded: false,
             moves: 0,
             chosen: None,
+            lent: None,
             pending: None,
             context,
         })
@@ -131,6 +144,21 @@ impl CudaBackend {
         of_kind.map(|a| a.spec.max_rows).min().unwrap_or(usize::MAX)
     }
 
+    fn pack_matrix(&mut self, parts: &[TensorView<'_>], group_rows: usize, tied: Tied) -> Result<Mat> {
+        self.context.bind()?;
+        let rows: usize = parts.iter().map(|p| p.rows).sum();
+        if let Some(first) = parts.first()
+            && (group_rows == 0 || !rows.is_multiple_of(group_rows))
+        {
+            let reason = format!("{rows} rows are not a whole number of groups of {group_rows}");
+            return Err(Error::Tensor { tensor: first.name.clone(), reason });
+        }
+        let mut store = Store { arena: &mut self.weights, stream: &self.stream };
+        let fast = self.packs.then_some(&mut self.tiles);
+        let matrix = Matrix::new(&mut store, parts, group_rows, tied, fast)?;
+        self.keep(matrix)
+    }
+
     fn keep(&mut self, matrix: Matrix) -> Result<Mat> {
         let handle = Mat(u32::try_from(self.mats.len()).map_err(|_| too_many("matrices"))?);
         self.mats.push(matrix);
@@ -150,8 +178,13 @@ impl CudaBackend {
 
     /// Queues a pass verb by verb.
     fn run_once(&mut self, shape: &BatchShape, program: &(dyn Fn(&mut dyn Ops) + Sync)) -> Result<Pending> {
+        let packs = self.packs;
         let mut ops = CudaOps::new(self, shape.rows, Mode::Run);
-        program(&mut ops);
+        if packs {
+            fast::run(&mut ops, program)
+        } else {
+            program(&mut ops)
+        }
         let pending = ops.finish()?;
         self.graphs.ran(shape, self.moved());
         Ok(pending)
@@ -161,9 +194,14 @@ impl CudaBackend {
     fn record(&mut self, shape: &BatchShape, program: &(dyn Fn(&mut dyn Ops) + Sync)) -> Result<()> {
         let stream = self.stream.clone();
         let (mut left, mut failed) = (Left::default(), None);
+        let packs = self.packs;
         let graph = Graph::record(&stream, || {
             let mut ops = CudaOps::new(self, shape.rows, Mode::Record);
-            program(&mut ops);
+            if packs {
+                fast::run(&mut ops, program)
+            } else {
+                program(&mut ops)
+            }
             match ops.finish() {
                 Ok(pending) => left = pending.left,
                 Err(e) => failed = Some(e),
@@ -195,6 +233,20 @@ impl CudaBackend {
         Ok(Pending { left, taps: Vec::new(), repeated: Some(shape.clone()) })
     }
 
+    /// A float32 activation of at least `rows` rows.
+    fn float_buffer(&self, act: Act, rows: usize) -> Result<&Buffer> {
+        let unknown = || Error::Device(format!("activation {} was never allocated", act.0));
+        let buffer = self.acts.get(act.0 as usize).ok_or_else(unknown)?;
+        if buffer.spec.kind != ActKind::F32 {
+            return Err(Error::Device(format!("{} is not a float32 activation", buffer.spec.name)));
+        }
+        if rows > buffer.spec.max_rows {
+            let limit = buffer.spec.max_rows;
+            return Err(Error::TooManyRows { what: buffer.spec.name, rows, limit });
+        }
+        Ok(buffer)
+    }
+
     /// Waits for queued work, so that memory it uses may be changed.
     fn settle(&mut self) -> Result<()> {
         self.context.bind()?;
@@ -222,10 +274,20 @@ impl Drop for CudaBackend {
 impl Backend for CudaBackend {
     fn report(&self) -> DeviceReport {
         let info = &self.context.info;
-        let kernels = Format::ALL.map(|format| KernelReport {
-            format,
-            kernel: "decoded to f32, f32 x f32".into(),
-            fallback: self.options.compute == Compute::Fast,
+        let kernels = Format::ALL.map(|format| match self.packs {
+            true => KernelReport {
+                format,
+                kernel: match (crate::pack::Form::is_exact(format), form_of(format).name()) {
+                    (true, name) => format!("bf16 x {name} on tensor cores"),
+                    (false, name) => format!("bf16 x {name} on tensor cores, weights rounded to bf16"),
+                },
+                fallback: false,
+            },
+            false => KernelReport {
+                format,
+                kernel: "decoded to f32, f32 sums".into(),
+                fallback: self.options.compute == Compute::Fast,
+            },
         });
         DeviceReport {
             backend: "cuda",
@@ -241,16 +303,17 @@ impl Backend for CudaBackend {
     }
 
     fn pack(&mut self, parts: &[TensorView<'_>], group_rows: usize) -> Result<Mat> {
+        self.pack_matrix(parts, group_rows, Tied::No)
+    }
+
+    fn pack_tied(&mut self, part: &TensorView<'_>) -> Result<Mat> {
+        self.pack_matrix(std::slice::from_ref(part), part.rows, Tied::Yes)
+    }
+
+    fn pack_rows(&mut self, part: &TensorView<'_>) -> Result<Mat> {
         self.context.bind()?;
-        let rows: usize = parts.iter().map(|p| p.rows).sum();
-        if let Some(first) = parts.first()
-            && (group_rows == 0 || !rows.is_multiple_of(group_rows))
-        {
-            let reason = format!("{rows} rows are not a whole number of groups of {group_rows}");
-            return Err(Error::Tensor { tensor: first.name.clone(), reason });
-        }
         let mut store = Store { arena: &mut self.weights, stream: &self.stream };
-        let matrix = Matrix::new(&mut store, parts)?;
+        let matrix = Matrix::table(&mut store, part, &mut self.tiles)?;
         self.keep(matrix)
     }
 
@@ -281,6 +344,16 @@ impl Backend for CudaBackend {
         self.settle()?;
         self.moves += 1;
         self.kv.resize(&self.context, &self.stream, plan)
+    }
+
+    fn timings(&mut self, on: bool) -> Result<()> {
+        if self.timings != on {
+            self.settle()?;
+            self.timings = on;
+            // Recordings have their marks inside.
+            self.moves += 1;
+        }
+        Ok(())
     }
 
     fn upload(&mut self, batch: &Batch) -> Result<()> {
@@ -341,23 +414,38 @@ impl Backend for CudaBackend {
             bytes.as_chunks::<4>().0.iter().take(pending.left.tokens).map(|&b| i32::from_le_bytes(b));
         let argmax = argmax.collect();
         let recorded = pending.repeated.as_ref().and_then(|shape| self.graphs.get(shape));
-        let phases = phases(&recorded.map_or(&pending.left, |r| &r.left).marks)?;
+        let timing = match self.timings {
+            true => Some(pass_timing(&recorded.map_or(&pending.left, |r| &r.left).marks)?),
+            false => None,
+        };
         let weight_bytes = pending.left.weight_bytes;
-        Ok(Outcome { argmax, taps: pending.taps, phases, weight_bytes, ..Outcome::default() })
+        Ok(Outcome { argmax, taps: pending.taps, timing, weight_bytes, ..Outcome::default() })
     }
 
     fn read(&mut self, act: Act, rows: usize, out: &mut Vec<f32>) -> Result<()> {
-        let unknown = || Error::Device(format!("activation {} was never allocated", act.0));
-        let buffer = self.acts.get(act.0 as usize).ok_or_else(unknown)?;
-        if buffer.spec.kind != ActKind::F32 {
-            return Err(Error::Device(format!("{} is not a float32 activation", buffer.spec.name)));
-        }
-        if rows > buffer.spec.max_rows {
-            let limit = buffer.spec.max_rows;
-            return Err(Error::TooManyRows { what: buffer.spec.name, rows, limit });
-        }
+        let buffer = self.float_buffer(act, rows)?;
         self.context.bind()?;
         *out = buffer.read(&self.stream, rows)?;
+        Ok(())
+    }
+
+    fn lend_rows(&mut self, act: Act, rows: &[usize], to: &mut dyn FnMut(&[&[f32]])) -> Result<()> {
+        let buffer = self.float_buffer(act, rows.iter().max().map_or(0, |last| last + 1))?;
+        self.context.bind()?;
+        let (stride, bytes) = (buffer.stride_bytes(), buffer.width() * 4);
+        let ptr = buffer.rows.ptr;
+        if self.lent.as_ref().is_none_or(|p| p.bytes().len() < bytes * rows.len()) {
+            self.lent = Some(Pinned::new(&self.context, bytes * rows.len())?);
+        }
+        let lent = self.lent.as_mut().expect("made above");
+        for (out, row) in lent.bytes_mut().chunks_exact_mut(bytes).zip(rows) {
+            // SAFETY: the row is in the buffer; the wait comes before the bytes are read.
+            unsafe { self.stream.download(out, ptr.at(row * stride))? };
+        }
+        self.stream.wait()?;
+        let floats = lent.floats();
+        let all: Vec<&[f32]> = floats.chunks_exact(bytes / 4).take(rows.len()).collect();
+        to(&all);
         Ok(())
     }
 
@@ -398,6 +486,36 @@ impl Backend for CudaBackend {
         Ok(())
     }
 
+    fn page_read(&mut self, group: Group, page: usize, out: &mut Vec<u8>) -> Result<()> {
+        let places = self.kv.page(group, page)?;
+        self.context.bind()?;
+        for (place, len) in places {
+            let start = out.len();
+            out.resize(start + len, 0);
+            // SAFETY: the page is in the pool; the wait comes before the bytes are used.
+            unsafe { self.stream.download(&mut out[start..], place)? };
+            self.stream.wait()?;
+        }
+        Ok(())
+    }
+
+    fn page_write(&mut self, group: Group, page: usize, bytes: &[u8]) -> Result<()> {
+        let places = self.kv.page(group, page)?;
+        let needed: usize = places.iter().map(|p| p.1).sum();
+        if bytes.len() != needed {
+            return Err(Error::Device(format!("{} bytes for a page of {needed}", bytes.len())));
+        }
+        self.settle()?;
+        let mut rest = bytes;
+        for (place, len) in places {
+            let (own, after) = rest.split_at(len);
+            // SAFETY: the page is in the pool; the memory is not pinned, so it is read when this returns.
+            unsafe { self.stream.upload(place, own)? };
+            rest = after;
+        }
+        Ok(())
+    }
+
     fn memory(&self) -> MemoryUse {
         MemoryUse {
             weights: self.weights.bytes(),
@@ -408,18 +526,28 @@ impl Backend for CudaBackend {
     }
 }
 
-/// Microseconds between marks, added up by phase, in the order in which phases first began.
-fn phases(marks: &[(Option<Phase>, Event)]) -> Result<Vec<(Phase, f64)>> {
-    let mut sums: Vec<(Phase, f64)> = Vec::new();
-    for pair in marks.windows(2) {
-        let Some(phase) = pair[0].0 else { continue };
-        let micros = pair[1].1.micros_since(&pair[0].1)?;
-        match sums.iter_mut().find(|(p, _)| *p == phase) {
-            Some((_, sum)) => *sum += micros,
-            None => sums.push((phase, micros)),
+/// The times of marks from the first one on; the last ends the pass.
+fn pass_timing(marks: &[(Option<Phase>, Event)]) -> Result<PassTiming> {
+    let (Some((_, first)), Some((_, last))) = (marks.first(), marks.last()) else {
+        return Ok(PassTiming::default());
+    };
+    let since = |event: &Event| -> Result<Duration> {
+        Ok(Duration::from_secs_f64(event.micros_since(first)?.max(0.0) / 1e6))
+    };
+    let mut begun = Vec::with_capacity(marks.len());
+    for (phase, event) in marks {
+        if let Some(phase) = phase {
+            begun.push((*phase, since(event)?));
         }
     }
-    Ok(sums)
+    Ok(PassTiming::from_marks(&begun, since(last)?))
+}
+
+/// The form that a matrix of `format` is packed into, whatever its scales.
+fn form_of(format: Format) -> crate::pack::Form {
+    let scales = lapidary_formats::Scales::None;
+    let view = TensorView { name: String::new(), rows: 0, cols: 0, format, bytes: &[], scales };
+    crate::pack::Form::of(&view)
 }
 
 fn too_many(what: &str) -> Error {

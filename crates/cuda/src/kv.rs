@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use lapidary_ops::{Error, GROUPS, KvFormat, KvGroupPlan, KvLayerShape, KvPlan, KvRef, PAGE_TOKENS, Result};
+use lapidary_ops::{
+    Error, GROUPS, Group, KvFormat, KvGroupPlan, KvLayerShape, KvPlan, KvRef, PAGE_TOKENS, Result,
+};
 
 use crate::args::{Pool, kv_code};
 use crate::driver::{Block, Context, DevPtr, Stream};
@@ -16,15 +18,17 @@ const ALIGNMENT: usize = 256;
 pub(crate) struct KvPools {
     /// What they were made for.
     pub plan: KvPlan,
+    /// Whether pools that can are in the layout of the fast kernels.
+    fast: bool,
     memory: Option<Block>,
     starts: [Vec<usize>; GROUPS],
 }
 
 impl KvPools {
     /// No layers at all.
-    pub fn empty() -> KvPools {
+    pub fn empty(fast: bool) -> KvPools {
         let none = || KvGroupPlan { layers: Vec::new(), format: KvFormat::F32, pages: 0, window: None };
-        KvPools { plan: KvPlan { groups: [none(), none()] }, memory: None, starts: Default::default() }
+        KvPools { plan: KvPlan { groups: [none(), none()] }, fast, memory: None, starts: Default::default() }
     }
 
     /// Allocates or resizes to `plan`, zeros where nothing was; waits for what is queued. Nothing has changed
@@ -66,8 +70,14 @@ impl KvPools {
             }
         }
         stream.wait()?;
-        *self = KvPools { plan: plan.clone(), memory: Some(memory), starts };
+        *self = KvPools { plan: plan.clone(), fast: self.fast, memory: Some(memory), starts };
         Ok(())
+    }
+
+    /// Whether heads of this width go through the fast kernels: whatever layer they belong to, its pool is in their
+    /// layout.
+    pub fn is_fast(&self, head_dim: usize) -> bool {
+        self.fast && self.plan.groups.iter().all(|g| is_fast(g.format, head_dim))
     }
 
     /// Bytes held.
@@ -86,7 +96,22 @@ impl KvPools {
             head_dim: head_dim as i32,
             format: kv_code(group.format),
             row_bytes: group.format.row_bytes(head_dim) as i32,
+            fast: (self.fast && is_fast(group.format, head_dim)).into(),
+            pad: 0,
         }
+    }
+
+    /// Where a page of each layer of a group is, and its bytes.
+    pub fn page(&self, group: Group, page: usize) -> Result<Vec<(DevPtr, usize)>> {
+        let plan = &self.plan.groups[group.index()];
+        let Some(memory) = self.memory.as_ref().filter(|_| page < plan.pages) else {
+            return Err(Error::Device(format!("page {page} is outside a pool of {} pages", plan.pages)));
+        };
+        let place = |(i, &start): (usize, &usize)| {
+            let bytes = plan.page_bytes(i);
+            (memory.ptr().at(start + page * bytes), bytes)
+        };
+        Ok(self.starts[group.index()].iter().enumerate().map(place).collect())
     }
 
     /// Checks a cell's address and the lengths that go with it.
@@ -106,4 +131,9 @@ impl KvPools {
             false => bad(format!("{k} keys and {v} values, not {width} each")),
         }
     }
+}
+
+/// Whether the fast kernels read keys and values of this kind.
+fn is_fast(format: KvFormat, head_dim: usize) -> bool {
+    format == KvFormat::Bf16 && (head_dim == 256 || head_dim == 512)
 }

@@ -42,6 +42,8 @@ pub mod driver;
 #[cfg(feature = "cuda")]
 mod error;
 #[cfg(feature = "cuda")]
+mod fast;
+#[cfg(feature = "cuda")]
 pub mod footprint;
 #[cfg(feature = "cuda")]
 mod graphs;

@@ -9,12 +9,30 @@ use lapidary_ops::{Error, Result};
 
 use crate::args::{MatrixArgs, PartArgs};
 use crate::driver::{Arena, DevPtr, Stream};
+use crate::fast::{PackOptions, Packed, ROUTER_ROWS, Tiles, decoded, float_view, keeps_file_form, repeat};
 
-/// A matrix of stacked parts, `[rows, cols]` = `[outputs, inputs]`.
+/// A matrix of stacked parts, `[rows, cols]` = `[outputs, inputs]`, in one form or both.
 #[derive(Debug)]
 pub(crate) struct Matrix {
-    /// What kernels take.
-    pub args: MatrixArgs,
+    /// Outputs.
+    pub rows: usize,
+    /// Inputs.
+    pub cols: usize,
+    /// In the bytes of its file.
+    pub file: Option<MatrixArgs>,
+    /// Its values in float32, where it is small enough to be a router.
+    pub floats: Option<DevPtr>,
+    /// As the fast kernels read it.
+    pub packed: Option<Packed>,
+    /// Bytes that a product with all of it reads.
+    pub bytes: usize,
+}
+
+/// Whether a matrix is looked up in as well as multiplied with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Tied {
+    Yes,
+    No,
 }
 
 /// Where weights go.
@@ -24,26 +42,111 @@ pub(crate) struct Store<'a> {
 }
 
 impl Matrix {
+    /// Checks the parts and takes them over in the form that the mode wants: packed where `pack` says how and the
+    /// fast kernels take the shape, in the bytes of the file otherwise. Small matrices and tied vocabularies get both.
+    ///
+    /// # Errors
+    /// `Tensor` for parts of unequal width and values that the format's rules forbid, `OutOfMemory`.
+    pub fn new(
+        store: &mut Store<'_>,
+        parts: &[TensorView<'_>],
+        group_rows: usize,
+        tied: Tied,
+        fast: Option<&mut Option<Tiles>>,
+    ) -> Result<Matrix> {
+        let Some(random) = fast else { return Matrix::in_file_form(store, parts) };
+        let (rows, cols) = shape(parts)?;
+        // What is float32 in a file is a router, which measurements want real: it spreads rows over experts.
+        let random = random.as_mut().filter(|_| parts[0].format != Format::F32);
+        let is_random = random.is_some();
+        if !is_random {
+            parts.iter().try_for_each(check)?;
+        }
+        let mut tiles = random;
+        let packed =
+            PackOptions { arena: store.arena, stream: store.stream, random: tiles.as_deref_mut(), tied }
+                .pack(parts, group_rows)?;
+        let (file, floats) = match (&packed, tiles) {
+            (Some(_), _) if !keeps_file_form(rows, group_rows, tied) => (None, None),
+            (_, Some(tiles)) => (Some(Matrix::random_rows(store, tiles, (rows, cols), tied)?), None),
+            (_, None) if rows <= ROUTER_ROWS => {
+                let (file, floats) = Matrix::in_floats(store, parts)?;
+                (file, Some(floats))
+            }
+            (_, None) => (Matrix::in_file_form(store, parts)?.file, None),
+        };
+        let bytes = packed.as_ref().map_or(parts.iter().map(|p| p.bytes.len()).sum(), |p| p.bytes);
+        Ok(Matrix { rows, cols, file, floats, packed, bytes })
+    }
+
+    /// A table of which only rows are read.
+    pub fn table(store: &mut Store<'_>, part: &TensorView<'_>, random: &mut Option<Tiles>) -> Result<Matrix> {
+        match random {
+            None => Matrix::in_file_form(store, std::slice::from_ref(part)),
+            Some(tiles) => {
+                let file = Some(Matrix::random_rows(store, tiles, (part.rows, part.cols), Tied::No)?);
+                Ok(Matrix { rows: part.rows, cols: part.cols, file, floats: None, packed: None, bytes: 0 })
+            }
+        }
+    }
+
+    /// Small parts, decoded: as a matrix, and where its values are.
+    fn in_floats(store: &mut Store<'_>, parts: &[TensorView<'_>]) -> Result<(Option<MatrixArgs>, DevPtr)> {
+        let values: Vec<Vec<u8>> = parts.iter().map(decoded).collect();
+        let views: Vec<_> = parts.iter().zip(&values).map(|(p, v)| float_view(p, v)).collect();
+        let run = store.run(&views, 0)?;
+        let table = store.put(&[&run_bytes(&run)])?;
+        let args = MatrixArgs { parts: table, count: 1, rows: run.rows, cols: parts[0].cols as i32, pad: 0 };
+        Ok((Some(args), run.codes))
+    }
+
+    /// Random rows in the bytes of a file.
+    fn random_rows(
+        store: &mut Store<'_>,
+        tiles: &mut Tiles,
+        (rows, cols): (usize, usize),
+        tied: Tied,
+    ) -> Result<MatrixArgs> {
+        let tile = tiles.tile(cols, tied)?;
+        let view = tile.view("tile");
+        let many = |n: usize| n / view.rows * rows + n % view.rows * rows / view.rows;
+        let mut fill = |bytes: &[u8]| -> Result<DevPtr> {
+            let len = many(bytes.len());
+            let ptr = store.arena.take(len)?;
+            repeat(store.stream, ptr, len, bytes)?;
+            Ok(ptr)
+        };
+        let floats = |v: &[f32]| v.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>();
+        let (scales, row_scale) = match &view.scales {
+            Scales::None | Scales::Block128 { .. } => (DevPtr::NULL, DevPtr::NULL),
+            Scales::Tensor(s) => (DevPtr::NULL, fill(&floats(&vec![*s; view.rows]))?),
+            Scales::Row(s) => (DevPtr::NULL, fill(&floats(s))?),
+            Scales::Nvfp4 { blocks, tensor } => (fill(blocks)?, fill(&floats(&vec![*tensor; view.rows]))?),
+            Scales::Group32Bf16(s) => (fill(s)?, DevPtr::NULL),
+        };
+        let run = PartArgs {
+            codes: fill(view.bytes)?,
+            scales,
+            row_scale,
+            row_bytes: view.row_bytes() as i64,
+            first_row: 0,
+            rows: rows as i32,
+            format: format_code(view.format),
+            block_cols: 0,
+            first_scaled_row: 0,
+            pad: 0,
+        };
+        let parts = store.put(&[&run_bytes(&run)])?;
+        Ok(MatrixArgs { parts, count: 1, rows: rows as i32, cols: cols as i32, pad: 0 })
+    }
+
     /// Checks the parts and copies them to the device.
     ///
     /// # Errors
     /// `Tensor` for parts of unequal width and values that the format's rules forbid, `OutOfMemory`.
-    pub fn new(store: &mut Store<'_>, parts: &[TensorView<'_>]) -> Result<Matrix> {
-        let Some(first) = parts.first() else {
-            return Err(Error::Tensor { tensor: "matrix".into(), reason: "has no parts".into() });
-        };
-        let mut rows = 0usize;
-        for part in parts {
-            let fail = |reason: String| Err(Error::Tensor { tensor: part.name.clone(), reason });
-            if part.cols != first.cols {
-                return fail(format!("has {} columns, {} has {}", part.cols, first.name, first.cols));
-            }
-            check(part)?;
-            rows += part.rows;
-            if rows > i32::MAX as usize || part.cols > i32::MAX as usize {
-                return fail(format!("{rows} x {} is more than a kernel counts to", part.cols));
-            }
-        }
+    fn in_file_form(store: &mut Store<'_>, parts: &[TensorView<'_>]) -> Result<Matrix> {
+        let (rows, cols) = shape(parts)?;
+        parts.iter().try_for_each(check)?;
         let (mut runs, mut next) = (Vec::new(), 0);
         while next < parts.len() {
             let len = 1 + parts[next..].windows(2).take_while(|pair| stacks(&pair[0], &pair[1])).count();
@@ -56,11 +159,31 @@ impl Matrix {
             parts: store.put(&[&table])?,
             count: runs.len() as i32,
             rows: rows as i32,
-            cols: first.cols as i32,
+            cols: cols as i32,
             pad: 0,
         };
-        Ok(Matrix { args })
+        let bytes = parts.iter().map(|p| p.bytes.len()).sum();
+        Ok(Matrix { rows, cols, file: Some(args), floats: None, packed: None, bytes })
     }
+}
+
+/// Outputs and inputs of stacked parts.
+fn shape(parts: &[TensorView<'_>]) -> Result<(usize, usize)> {
+    let Some(first) = parts.first() else {
+        return Err(Error::Tensor { tensor: "matrix".into(), reason: "has no parts".into() });
+    };
+    let mut rows = 0usize;
+    for part in parts {
+        let fail = |reason: String| Err(Error::Tensor { tensor: part.name.clone(), reason });
+        if part.cols != first.cols {
+            return fail(format!("has {} columns, {} has {}", part.cols, first.name, first.cols));
+        }
+        rows += part.rows;
+        if rows > i32::MAX as usize || part.cols > i32::MAX as usize {
+            return fail(format!("{rows} x {} is more than a kernel counts to", part.cols));
+        }
+    }
+    Ok((rows, first.cols))
 }
 
 /// Checks lengths, scales and codes, with as many threads as there are cores where there is much to check.

@@ -8,6 +8,7 @@ use lapidary_ops::{
 use crate::args::{MatrixArgs, Pool, Rows};
 use crate::backend::{CudaBackend, Pending};
 use crate::driver::{DevPtr, Event};
+use crate::fast::Planes;
 use crate::graphs::Left;
 use crate::kernels::attention::{self, AttentionArgs};
 use crate::kernels::heads::{self, FinishArgs, MOST_HEAD_DIM};
@@ -26,19 +27,36 @@ pub(crate) enum Mode {
 
 /// One run of a program: queues each verb, and keeps the first failure.
 pub(crate) struct CudaOps<'a> {
-    on: &'a mut CudaBackend,
+    pub on: &'a mut CudaBackend,
     mode: Mode,
     /// Active rows.
-    rows: usize,
+    pub rows: usize,
     kept: bool,
-    left: Left,
+    pub left: Left,
     taps: Vec<Tap>,
     failed: Option<Error>,
+    /// Products whose sums are still in planes.
+    pub planes: Vec<Planes>,
+    /// Whether the last router left the list that the experts' kernels read.
+    pub routed: bool,
+    /// Width of the queries that the last layer left; 0 for none.
+    pub query_width: usize,
 }
 
 impl<'a> CudaOps<'a> {
     pub fn new(on: &'a mut CudaBackend, rows: usize, mode: Mode) -> Self {
-        CudaOps { on, mode, rows, kept: false, left: Left::default(), taps: Vec::new(), failed: None }
+        CudaOps {
+            on,
+            mode,
+            rows,
+            kept: false,
+            left: Left::default(),
+            taps: Vec::new(),
+            failed: None,
+            planes: Vec::new(),
+            routed: false,
+            query_width: 0,
+        }
     }
 
     /// What the run leaves, or its first failure.
@@ -52,7 +70,7 @@ impl<'a> CudaOps<'a> {
 
     /// Notes when a phase begins, or the pass ends, where times are asked for.
     fn note(&mut self, phase: Option<Phase>) {
-        if !self.on.options.profile || self.failed.is_some() {
+        if !self.on.timings || self.failed.is_some() {
             return;
         }
         let record = || {
@@ -70,22 +88,24 @@ impl<'a> CudaOps<'a> {
     }
 
     /// Carries out a verb unless one before it failed.
-    fn verb(&mut self, work: impl FnOnce(&mut Self) -> Result<()>) {
+    pub fn verb(&mut self, work: impl FnOnce(&mut Self) -> Result<()>) {
         if self.failed.is_none() && self.rows > 0 {
             self.failed = work(self).err();
         }
     }
 
-    fn act(&self, act: Act) -> Rows {
+    pub fn act(&self, act: Act) -> Rows {
         self.on.acts[act.0 as usize].rows
     }
 
-    fn mat(&self, mat: Mat) -> MatrixArgs {
-        self.on.mats[mat.0 as usize].args
+    /// A matrix in the bytes of its file.
+    fn mat(&self, mat: Mat) -> Result<MatrixArgs> {
+        let args = self.on.mats[mat.0 as usize].file;
+        args.ok_or_else(|| Error::Device(format!("matrix {} is not kept in the bytes of its file", mat.0)))
     }
 
     /// A vector of at least `len` values.
-    fn gain(&self, gain: Gain, len: usize) -> Result<DevPtr> {
+    pub fn gain(&self, gain: Gain, len: usize) -> Result<DevPtr> {
         let (ptr, found) = self.on.gains[gain.0 as usize];
         match found >= len {
             true => Ok(ptr),
@@ -94,7 +114,7 @@ impl<'a> CudaOps<'a> {
     }
 
     /// Active row to batch row, or null while all rows are active.
-    fn map(&self) -> DevPtr {
+    pub fn map(&self) -> DevPtr {
         if self.kept { self.on.upload.columns.heads } else { DevPtr::NULL }
     }
 
@@ -108,7 +128,7 @@ impl<'a> CudaOps<'a> {
 
     /// Checks ids against the table that they index, and notes that those of later batches must be too.
     fn ids_below(&mut self, column: usize, table: Mat) -> Result<()> {
-        let rows = self.mat(table).rows;
+        let rows = self.on.mats[table.0 as usize].rows as i32;
         let batch = &self.on.upload.batch;
         check_ids([&batch.tokens, &batch.per_layer_tokens][column], rows)?;
         let below = &mut self.left.below[column];
@@ -116,8 +136,8 @@ impl<'a> CudaOps<'a> {
         Ok(())
     }
 
-    fn product(&mut self, out: Act, x: Act, w: Mat, softcap: Option<f32>) -> Result<()> {
-        let (o, v, m) = (self.act(out), self.act(x), self.mat(w));
+    pub fn product(&mut self, out: Act, x: Act, w: Mat, softcap: Option<f32>) -> Result<()> {
+        let (o, v, m) = (self.act(out), self.act(x), self.mat(w)?);
         same("product", v.width, m.cols)?;
         same("product", o.width, m.rows)?;
         // SAFETY: the widths agree, and buffers hold the rows of every uploaded batch.
@@ -126,7 +146,7 @@ impl<'a> CudaOps<'a> {
 
     fn run_experts(&mut self, out: Act, x: Act, routes: Act, spec: &ExpertSpec) -> Result<()> {
         let (o, v, r) = (self.act(out), self.act(x), self.act(routes));
-        let (gate_up, down) = (self.mat(spec.gate_up), self.mat(spec.down));
+        let (gate_up, down) = (self.mat(spec.gate_up)?, self.mat(spec.down)?);
         let (hidden, width, pairs) = (o.width as usize, spec.width, self.rows * spec.top_k);
         same("experts", v.width, gate_up.cols)?;
         same("experts", down.cols, width as i32)?;
@@ -169,7 +189,7 @@ pub(crate) fn check_ids(ids: &[i32], rows: i32) -> Result<()> {
 }
 
 /// Widths are verified when a model is built; a kernel that would leave its buffers is refused once more here.
-fn same(verb: &str, found: i32, expected: i32) -> Result<()> {
+pub(crate) fn same(verb: &str, found: i32, expected: i32) -> Result<()> {
     match found == expected {
         true => Ok(()),
         false => Err(Error::Device(format!("{verb}: {found} values where {expected} are needed"))),
@@ -181,7 +201,7 @@ impl Ops for CudaOps<'_> {
         self.verb(|s| {
             s.all_rows("embed")?;
             s.ids_below(0, table)?;
-            let (o, t, tokens) = (s.act(out), s.mat(table), s.on.upload.columns.tokens);
+            let (o, t, tokens) = (s.act(out), s.mat(table)?, s.on.upload.columns.tokens);
             same("embed", o.width, t.cols)?;
             // SAFETY: tokens are rows of the table, and widths agree.
             unsafe { Ok(rows::embed(s.on.queue(), o, t, tokens, scale, s.rows)?) }
@@ -274,7 +294,15 @@ impl Ops for CudaOps<'_> {
             if d > MOST_HEAD_DIM {
                 return Err(Error::Device(format!("heads of {d} values, more than {MOST_HEAD_DIM}")));
             }
-            let none = Pool { ptr: DevPtr::NULL, kv_heads: 0, head_dim: 0, format: 0, row_bytes: 0 };
+            let none = Pool {
+                ptr: DevPtr::NULL,
+                kv_heads: 0,
+                head_dim: 0,
+                format: 0,
+                row_bytes: 0,
+                fast: 0,
+                pad: 0,
+            };
             let group = spec.kv.map_or(0, |kv| kv.cache.group.index());
             let args = FinishArgs {
                 qkv: v,
@@ -351,7 +379,7 @@ impl Ops for CudaOps<'_> {
         self.verb(|s| {
             s.all_rows("per_layer_inputs")?;
             s.ids_below(1, spec.table)?;
-            let (o, c, table) = (s.act(out), s.act(context), s.mat(spec.table));
+            let (o, c, table) = (s.act(out), s.act(context), s.mat(spec.table)?);
             let width = (spec.layers * spec.width) as i32;
             same("per_layer_inputs", o.width, width)?;
             same("per_layer_inputs", c.width, width)?;

@@ -21,9 +21,23 @@ pub(crate) enum Piece {
     Experts,
     /// One position's keys and values.
     Cell,
+    /// Sums of products that are cut into planes.
+    PlanesA,
+    /// Of another product.
+    PlanesB,
+    /// Of a third.
+    PlanesC,
+    /// Normed, rotated queries.
+    Queries,
+    /// What blocks of the attention kernel hand each other.
+    Attention,
+    /// Router logits and routes without gaps.
+    Routes,
+    /// By expert: which rows chose it.
+    Lists,
 }
 
-const PIECES: usize = 5;
+const PIECES: usize = 12;
 
 /// All pieces.
 #[derive(Debug)]
@@ -40,7 +54,7 @@ impl Workspace {
         Workspace { context: context.clone(), pieces: Default::default(), moves: 0 }
     }
 
-    /// A piece of at least `bytes`; contents are lost when it grows.
+    /// A piece of at least `bytes`, zeros when it is new; contents are lost when it grows.
     pub fn get(&mut self, piece: Piece, stream: &Stream, bytes: usize) -> Result<DevPtr> {
         let held = &mut self.pieces[piece as usize];
         if let Some(block) = held.as_ref().filter(|b| b.len() >= bytes) {
@@ -51,6 +65,8 @@ impl Workspace {
         *held = None;
         let block = held.insert(Block::new(&self.context, "intermediate values of a pass", bytes.max(256))?);
         self.moves += 1;
+        // SAFETY: the block was just made.
+        unsafe { stream.fill(block.ptr(), 0, block.len())? };
         Ok(block.ptr())
     }
 

@@ -72,6 +72,11 @@ impl Stepper {
         found.ok_or_else(|| Error::NotCaptured { what: format!("{point:?}") })
     }
 
+    /// Bytes of weights that the last pass read; 0 where the device does not count them.
+    pub fn weight_bytes(&self) -> u64 {
+        self.outcome.weight_bytes
+    }
+
     /// The head applied to residual rows, `[rows, hidden]`, that any layer left: final norm, output head and softcap,
     /// which on the last layer's rows gives the logits themselves, bit for bit. Hands `(row, logits)` to `sink` in
     /// order. No sequence moves; the logits of the last step are gone.

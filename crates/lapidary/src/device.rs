@@ -72,7 +72,6 @@ impl Device {
                 let cuda = lapidary_cuda::CudaOptions {
                     ordinal,
                     compute,
-                    profile: options.profile,
                     random_weights: options.random_weights,
                     ..lapidary_cuda::CudaOptions::default()
                 };
@@ -98,6 +97,26 @@ impl Device {
             }
             #[cfg(not(feature = "cuda"))]
             Device::Cuda { .. } => None,
+        }
+    }
+
+    /// Bytes a second that the device reads of its own memory. The processor's is for
+    /// [`read_bandwidth`](crate::bandwidth::read_bandwidth) to measure.
+    ///
+    /// # Errors
+    /// `Unsupported` for the processor and for a device that is not there.
+    pub fn read_bandwidth(self) -> Result<f64> {
+        let unsupported = |what: String| lapidary_ops::Error::Unsupported { device: self.to_string(), what };
+        match self {
+            #[cfg(feature = "cuda")]
+            Device::Cuda { ordinal } => {
+                let context = lapidary_cuda::driver::Context::new(ordinal);
+                let context = context.map_err(|e| unsupported(e.to_string()))?;
+                let bytes = (context.free_bytes().map_err(lapidary_ops::Error::from)? / 2).min(4 << 30);
+                let measured = lapidary_cuda::kernels::bandwidth::measure(&context, bytes);
+                Ok(measured.map_err(lapidary_ops::Error::from)?)
+            }
+            _ => Err(unsupported("measuring the memory of a GPU".into()).into()),
         }
     }
 
@@ -136,8 +155,18 @@ impl Device {
     ) -> Option<usize> {
         match self {
             Device::Cpu => footprint::packed_bytes(format, rows, cols, compute),
+            #[cfg(feature = "cuda")]
+            Device::Cuda { .. } => {
+                (compute == Compute::Fast).then(|| lapidary_cuda::footprint::packed_bytes(format, rows, cols))
+            }
+            #[cfg(not(feature = "cuda"))]
             Device::Cuda { .. } => None,
         }
+    }
+
+    /// Whether an embedding that is also the head is kept twice: for look-ups and for products.
+    pub(crate) fn keeps_tied_twice(self, compute: Compute) -> bool {
+        matches!(self, Device::Cuda { .. }) && compute == Compute::Fast
     }
 
     /// Bytes of the intermediate values of routed experts.

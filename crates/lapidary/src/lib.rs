@@ -42,7 +42,7 @@ pub use lapidary_engine::generate::{FinishReason, Usage};
 pub use lapidary_engine::sampling::SamplingParams;
 pub use lapidary_engine::{Heads, Prompt, Runner, SoftKind, SoftSpan, Stepper};
 pub use lapidary_model::{Config, EmbedScale, Progress};
-pub use lapidary_ops::{KvFormat, PAGE_TOKENS, TapPoint};
+pub use lapidary_ops::{Format, KvFormat, PAGE_TOKENS, TapPoint};
 pub use lapidary_text::{ChatInput, ChatTemplate, Tokenizer, ToolCall};
 pub use lapidary_weights::Checkpoint;
 pub use options::{AnswerOptions, Compute, DEFAULT_CONTEXT, Level, LoadOptions};

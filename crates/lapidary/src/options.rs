@@ -37,8 +37,6 @@ pub struct LoadOptions {
     pub level: Option<Level>,
     /// What the model runs on.
     pub device: Device,
-    /// Measures the device time of each phase of a pass, where the device can.
-    pub profile: bool,
     /// Puts random values of this format in the place of every matrix, so that speed can be measured without a
     /// checkpoint; on a GPU only.
     pub random_weights: Option<Format>,
@@ -57,7 +55,6 @@ impl Default for LoadOptions {
             final_softcap: None,
             level: None,
             device: Device::Cpu,
-            profile: false,
             random_weights: None,
         }
     }

@@ -96,7 +96,13 @@ impl MemoryPlan {
                     plan.vector_bytes += bytes;
                     plan.weight_bytes_per_token += bytes;
                 }
-                Use::Matrix(share) => plan.matrix(&stored, share),
+                Use::Matrix(share) => {
+                    plan.matrix(&stored, share);
+                    let tied = role == Role::Embed && !untied;
+                    if tied && options.device.keeps_tied_twice(options.compute) {
+                        plan.count(stored.format, 1, stored.bytes);
+                    }
+                }
             }
         }
         let order = |f: Format| Format::ALL.iter().position(|&g| g == f);
@@ -115,13 +121,7 @@ impl MemoryPlan {
             }
         };
         let bytes = packed.map_or(stored.bytes, |b| b as u64);
-        match self.weights.iter_mut().find(|w| w.format == stored.format) {
-            Some(w) => {
-                w.matrices += 1;
-                w.bytes += bytes;
-            }
-            None => self.weights.push(WeightShare { format: stored.format, matrices: 1, bytes }),
-        }
+        self.count(stored.format, 1, bytes);
         let (part, whole) = match share {
             Share::Whole => (1, 1),
             Share::OneRow => (1, stored.shape.first().map_or(1, |&rows| rows as u64).max(1)),
@@ -130,6 +130,16 @@ impl MemoryPlan {
         // A row or an expert is a whole part, so the division is exact for well-formed files.
         self.weight_bytes_per_token += (u128::from(bytes) * u128::from(part) / u128::from(whole)) as u64;
         self.active_parameters += (u128::from(stored.values()) * u128::from(part) / u128::from(whole)) as u64;
+    }
+
+    fn count(&mut self, format: Format, matrices: usize, bytes: u64) {
+        match self.weights.iter_mut().find(|w| w.format == format) {
+            Some(w) => {
+                w.matrices += matrices;
+                w.bytes += bytes;
+            }
+            None => self.weights.push(WeightShare { format, matrices, bytes }),
+        }
     }
 
     /// Bytes of all weights.

@@ -12,6 +12,8 @@
 mod config;
 #[path = "determinism.rs"]
 mod determinism;
+#[path = "fast_gpu.rs"]
+mod fast_gpu;
 #[path = "formats.rs"]
 mod formats;
 #[path = "gguf_models.rs"]

@@ -99,7 +99,7 @@ impl Model {
         }
         let (embed, head) = match untied {
             None => {
-                let embed = b.mat(&[embed_view])?;
+                let embed = b.tied(embed_view)?;
                 (embed, embed)
             }
             Some(_) => {
@@ -229,6 +229,16 @@ impl Builder<'_> {
             parts.iter().for_each(|part| self.checkpoint.release(part));
         }
         self.packed(parts);
+        Ok(mat)
+    }
+
+    fn tied(&mut self, part: TensorView<'_>) -> Result<Mat> {
+        let mapped = self.backend.memory().mapped;
+        let mat = self.backend.pack_tied(&part)?;
+        if self.backend.memory().mapped == mapped {
+            self.checkpoint.release(&part);
+        }
+        self.packed(&[part]);
         Ok(mat)
     }
 

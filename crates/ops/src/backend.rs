@@ -7,7 +7,7 @@ use lapidary_formats::{FileMap, Format, TensorView};
 use crate::batch::{Batch, BatchError, BatchShape};
 use crate::handles::{Act, ActSpec, Gain, Mat};
 use crate::kv::{Group, KvPlan, KvRef};
-use crate::ops::{Ops, Phase, TapPoint};
+use crate::ops::{Ops, TapPoint};
 use crate::steer::{Projections, SteerSet};
 use crate::timing::PassTiming;
 
@@ -45,8 +45,6 @@ pub struct Outcome {
     pub taps: Vec<Tap>,
     /// What steered rows projected onto their directions; empty when no row was steered.
     pub projections: Projections,
-    /// Microseconds that each phase took on the device, for a backend that was made to measure them; else empty.
-    pub phases: Vec<(Phase, f64)>,
     /// Bytes of weights that the pass read, for a backend that counts them; else 0.
     pub weight_bytes: u64,
     /// The pass's times, when [`Backend::timings`] asked for them.
@@ -128,6 +126,11 @@ pub trait Backend: Send + fmt::Debug {
 
     /// Takes over a matrix of which only single rows are ever read (an embedding table that is not the head).
     fn pack_rows(&mut self, part: &TensorView<'_>) -> Result<Mat> {
+        self.pack(std::slice::from_ref(part), part.rows)
+    }
+
+    /// Takes over a matrix that is read row by row and multiplied with: an embedding that is also the head.
+    fn pack_tied(&mut self, part: &TensorView<'_>) -> Result<Mat> {
         self.pack(std::slice::from_ref(part), part.rows)
     }
 

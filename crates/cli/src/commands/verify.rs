@@ -21,7 +21,7 @@ use crate::source;
 /// float32 on the same weights.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "A dump is written by --write, by lapidary dump --layers all --also embed, or by\n\
-scripts/inside/transformers_dump.py from the published implementation.\n\n\
+scripts/reference/dump.py from the published implementation.\n\n\
 Examples:\n  lapidary verify -m FOLDER --write good.safetensors\n  \
 lapidary verify -m model-q4_k_m.gguf --against good.safetensors\n\n\
 Exit code 1 when a part departs.")]

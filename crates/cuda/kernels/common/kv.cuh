@@ -1,5 +1,7 @@
-// Cells of the KV pools: `[page][K, V][kv_head][position in page][head_dim]`, in one of the formats of
-// lapidary_ops::KvFormat.
+// Cells of the KV pools in one of the formats of lapidary_ops::KvFormat, in one of two layouts:
+//   plain  [page][K, V][kv_head][position in page][head_dim]
+//   fast   [page][kv_head][K, V][position in page][head_dim], the 16-byte pieces of a row permuted by its position
+//          (common/page.cuh), for bf16
 #pragma once
 #include "args.cuh"
 
@@ -12,19 +14,26 @@ struct Pool {
   int head_dim;
   int format;
   int row_bytes;  // of one head's key or value at one position
+  int fast;
+  int pad;
 };
 
 // The bytes of one head's key (side 0) or value (side 1) at a position of a page.
 DEVICE uint8_t* kv_row(const Pool& kv, int page, int side, int head, int in_page) {
-  const size_t row = (((size_t)page * 2 + side) * kv.kv_heads + head) * PAGE_TOKENS + in_page;
-  return kv.p + row * kv.row_bytes;
+  const size_t line = kv.fast ? ((size_t)page * kv.kv_heads + head) * 2 + side : ((size_t)page * 2 + side) * kv.kv_heads + head;
+  return kv.p + (line * PAGE_TOKENS + in_page) * kv.row_bytes;
 }
 
-DEVICE float kv_load(const Pool& kv, const uint8_t* row, int i) {
+// Where bf16 value i of the row of position in_page is, in values.
+DEVICE int kv_place(const Pool& kv, int i, int in_page) {
+  return kv.fast ? i ^ ((in_page & 1) << 2 | (in_page >> 1 & 3)) << 3 : i;
+}
+
+DEVICE float kv_load(const Pool& kv, const uint8_t* row, int i, int in_page) {
   switch (kv.format) {
     case KV_F32: return ((const float*)row)[i];
     case KV_F16: return __half2float(((const __half*)row)[i]);
-    case KV_BF16: return __bfloat162float(((const __nv_bfloat16*)row)[i]);
+    case KV_BF16: return __bfloat162float(((const __nv_bfloat16*)row)[kv_place(kv, i, in_page)]);
     default: {
       const uint8_t* block = row + i / 32 * 34;
       return (float)(int8_t)block[2 + i % 32] * __half2float(*(const __half*)block);
@@ -34,11 +43,11 @@ DEVICE float kv_load(const Pool& kv, const uint8_t* row, int i) {
 
 // Stores value i of a row. All 32 lanes of a warp call this together with consecutive i, the first a multiple of 32
 // (Q8_0 finds its scale among them); lanes with `on` false store nothing.
-DEVICE void kv_store(const Pool& kv, uint8_t* row, int i, float v, bool on) {
+DEVICE void kv_store(const Pool& kv, uint8_t* row, int i, int in_page, float v, bool on) {
   switch (kv.format) {
     case KV_F32: if (on) ((float*)row)[i] = v; break;
     case KV_F16: if (on) ((__half*)row)[i] = __float2half(v); break;
-    case KV_BF16: if (on) ((__nv_bfloat16*)row)[i] = __float2bfloat16(v); break;
+    case KV_BF16: if (on) ((__nv_bfloat16*)row)[kv_place(kv, i, in_page)] = __float2bfloat16(v); break;
     default: {
       float most = on ? fabsf(v) : 0.0f;
       int finite = !on || isfinite(v);

@@ -164,6 +164,12 @@ impl Pinned {
         unsafe { std::slice::from_raw_parts(self.ptr, self.len) }
     }
 
+    /// The same as whole numbers of four bytes.
+    pub fn floats(&self) -> &[f32] {
+        // SAFETY: the driver aligns to pages, every pattern is a float, and the length is rounded down.
+        unsafe { std::slice::from_raw_parts(self.ptr.cast(), self.len / 4) }
+    }
+
     /// The bytes, to be written while the device does not read them.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         // SAFETY: as in `bytes`, and the borrow is exclusive.

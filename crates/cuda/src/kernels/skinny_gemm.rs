@@ -462,7 +462,7 @@ pub unsafe fn linear(queue: Queue<'_>, call: &Linear) -> Result<usize> {
     check(shape, call.rows, call.x_stride, gated)?;
     let sms = queue.stream.context().info.multiprocessors as usize;
     let most_planes = match call.output {
-        Output::F32 { softcap } if softcap == 0.0 => call.most_planes,
+        Output::F32 { softcap: 0.0 } => call.most_planes,
         _ => 1,
     };
     let choice = Choice::of(shape, call.rows, gated, most_planes, sms);

@@ -95,6 +95,7 @@ impl Lab {
     }
 
     /// Microseconds of one `work(i)` in a graph of `n`, the median of five launches.
+    #[allow(dead_code, reason = "only the bench takes times")]
     pub fn time(&self, n: usize, mut work: impl FnMut(usize)) -> f64 {
         work(0); // loads the kernel
         self.stream.wait().unwrap();

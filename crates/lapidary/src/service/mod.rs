@@ -37,8 +37,8 @@ use job::Job;
 pub use engine::{Cancel, TokenEngine};
 pub use error::RequestError;
 pub use event::{FinishKind, ServiceEvent, ServiceUsage, TokenLogprob, TopLogprob};
-pub use lapidary_engine::{PrefixDir, PrefixOptions};
 pub use lapidary_engine::metrics::{EngineStats, Histogram, PageUse};
+pub use lapidary_engine::{PrefixDir, PrefixOptions};
 pub use reply::{Reply, WholeReply};
 pub use request::{
     Bos, ChatRequest, CompletionPrompt, CompletionRequest, Format, GenerationParams, Markers, ParallelCalls,

@@ -206,6 +206,10 @@ impl Backend for Spy {
     fn pack_rows(&mut self, part: &TensorView<'_>) -> Result<Mat> {
         self.inner.pack_rows(part)
     }
+
+    fn pack_tied(&mut self, part: &TensorView<'_>) -> Result<Mat> {
+        self.inner.pack_tied(part)
+    }
     fn vector(&mut self, name: &str, values: &[f32]) -> Result<Gain> {
         let mut values = values.to_vec();
         if let Some(change) = &self.hooks.vector {

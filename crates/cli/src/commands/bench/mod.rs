@@ -1,5 +1,7 @@
 //! `lapidary bench`
 
+mod gpu;
+
 use std::collections::BTreeMap;
 use std::io::{Write, stdout};
 use std::time::{Duration, Instant};
@@ -61,6 +63,9 @@ pub struct Args {
     pub compute: ComputeFlag,
     #[command(flatten)]
     pub device: DeviceArgs,
+    /// Measure a model of real shapes and random weights that are made on the GPU, such as 31b:fp8
+    #[arg(long, value_name = "SIZE:FORMAT", conflicts_with = "model")]
+    pub synthetic: Option<gpu::Synthetic>,
     /// Tell where the time of each test went; the clocks take a little of it
     #[arg(long)]
     pub profile: bool,
@@ -112,6 +117,14 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     if let Some(Command::Serve(args)) = &args.command {
         return bench_serve::run(args);
     }
+    if matches!(args.device.device, lapidary::Device::Cuda { .. }) {
+        return gpu::run(args);
+    }
+    if args.synthetic.is_some() {
+        anyhow::bail!(
+            "--synthetic makes its weights on a GPU: add --device cuda; `lapidary synth` writes a file for the processor"
+        );
+    }
     let checkpoint = source::open(&args.model)?;
     let config = Config::from_checkpoint(&checkpoint)?;
     let prompts = args.prompt.iter().filter(|&&n| n > 0).map(|&n| Work::Prompt(n as usize));
@@ -162,7 +175,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
             measured.push(Measured { threads, test, rates, profile });
         }
         drop(stepper);
-        // A shared machine's memory is faster at one time than at another: the limit is the best that was seen.
+        // A shared machine's memory is faster at one time than at another: the limit is the better one that was seen.
         let after = read_bandwidth(threads);
         let best = if after.bytes_per_second > before.bytes_per_second { after } else { before };
         memory.entry(threads).or_insert(best);

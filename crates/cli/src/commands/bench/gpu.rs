@@ -1,0 +1,253 @@
+//! Decoding on a GPU: time of a step against the time that reading its bytes would take.
+
+use std::io::{Write, stdout};
+use std::time::Instant;
+
+use anyhow::{Context as _, bail};
+use lapidary::plan::MemoryPlan;
+use lapidary::synth::{Mix, Size, SynthOptions, write};
+use lapidary::timings::Report;
+use lapidary::{Checkpoint, Config, Format, LoadOptions, Prompt, Stepper};
+use lapidary_engine::Heads;
+use serde_json::{Value, json};
+
+use super::Args;
+use crate::load;
+use crate::report::{Align, Table, bytes, median};
+use crate::source;
+
+/// A model without a checkpoint: a published size, and the format of its matrices.
+#[derive(Clone, Debug)]
+pub struct Synthetic {
+    size: Size,
+    format: Format,
+}
+
+/// Formats by the names used for models: those of files, and `fp8`, `nvfp4`, `bf16`.
+fn format(name: &str) -> Option<Format> {
+    let wanted = match name {
+        "fp8" => "fp8_e4m3",
+        "int4" => "int4_g32",
+        other => other,
+    };
+    Format::ALL.into_iter().find(|f| f.name().eq_ignore_ascii_case(wanted))
+}
+
+impl std::str::FromStr for Synthetic {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Synthetic, String> {
+        let sizes = Size::ALL.map(Size::name).join(", ");
+        let Some((size, format_name)) = text.split_once(':') else {
+            return Err(format!("expected SIZE:FORMAT, such as 31b:fp8; sizes are {sizes}"));
+        };
+        let size = size.strip_prefix("gemma-4-").unwrap_or(size);
+        let size = Size::from_name(size).ok_or_else(|| format!("`{size}` is no size: {sizes}"))?;
+        let names = Format::ALL.map(|f| f.name()).join(", ");
+        let format = format(format_name).ok_or_else(|| format!("`{format_name}` is no format: {names}"))?;
+        Ok(Synthetic { size, format })
+    }
+}
+
+/// One line of the table.
+struct Line {
+    batch: usize,
+    depth: usize,
+    /// Seconds of each step.
+    steps: Vec<f64>,
+    weight_bytes: u64,
+    kv_bytes: u64,
+    profile: Option<Report>,
+}
+
+pub fn run(args: &Args) -> anyhow::Result<()> {
+    let folder = tempfile_dir()?;
+    let (name, checkpoint, random) = match &args.synthetic {
+        None => (source::name(&args.model), source::open(&args.model)?, None),
+        Some(s) => {
+            let path = folder.join("header.gguf");
+            let options = SynthOptions { sparse: true, ..SynthOptions::default() };
+            write(s.size, Mix::Bf16, &path, &options, &mut |_, _| {})?;
+            let name = format!("synthetic gemma-4-{} {}", s.size.name(), s.format);
+            (name, Checkpoint::open(&path)?, Some(s.format))
+        }
+    };
+    let result = measure(args, &name, &checkpoint, random);
+    drop(checkpoint);
+    let _ = std::fs::remove_dir_all(&folder);
+    result
+}
+
+/// A folder of this process's own.
+fn tempfile_dir() -> anyhow::Result<std::path::PathBuf> {
+    let path = std::env::temp_dir().join(format!("lapidary-bench-{}", std::process::id()));
+    std::fs::create_dir_all(&path).with_context(|| format!("making {}", path.display()))?;
+    Ok(path)
+}
+
+fn measure(args: &Args, name: &str, checkpoint: &Checkpoint, random: Option<Format>) -> anyhow::Result<()> {
+    let config = Config::from_checkpoint(checkpoint)?;
+    let generate = args.generate.iter().copied().max().unwrap_or(0) as usize;
+    if generate == 0 {
+        bail!("on a GPU decoding is measured: -n must be above 0");
+    }
+    let deepest = args.depth.iter().copied().max().unwrap_or(0) as usize;
+    let context = deepest + generate + 8;
+    let batches: Vec<usize> = args.batch.iter().map(|&b| b as usize).collect();
+    let most = batches.iter().copied().max().unwrap_or(1);
+    let options = LoadOptions {
+        context: Some(context),
+        chunk: (args.chunk as usize).max(most),
+        head_rows: most.max(16),
+        random_weights: random,
+        ..args.device.options(args.compute.compute)
+    };
+    let ceiling = options.device.read_bandwidth()?;
+    let start = Instant::now();
+    let mut stepper = match random {
+        // The plan of the header is not that of the random weights.
+        Some(_) => lapidary::load_stepper(checkpoint, &options, &mut |_| {})?,
+        None => load::stepper(checkpoint, &options, &args.device)?,
+    };
+    let loaded = start.elapsed().as_secs_f64();
+    let plan = load::plan(checkpoint, &config, &options);
+    let mut lines = Vec::new();
+    for &depth in &args.depth {
+        for &batch in &batches {
+            lines.push(decode(&mut stepper, &plan, args, depth as usize, batch, generate)?);
+        }
+    }
+    let memory = stepper.runner().memory();
+    let report = stepper.runner().report();
+    let mut out = stdout().lock();
+    if args.json {
+        let value = json!({
+            "model": name,
+            "device": report.device,
+            "compute": report.mode,
+            "read_bandwidth": ceiling,
+            "load_seconds": loaded,
+            "weight_bytes": memory.weights,
+            "kv_bytes": memory.kv,
+            "activation_bytes": memory.activations,
+            "tests": lines.iter().map(|l| l.json(ceiling)).collect::<Vec<_>>(),
+        });
+        writeln!(out, "{value:#}")?;
+        return Ok(());
+    }
+    writeln!(
+        out,
+        "{name}: {}, {}, compute {}, {} of weights, {} of keys and values, loaded in {loaded:.1} s; reads {:.0} GB/s",
+        report.device,
+        report.level,
+        report.mode,
+        bytes(memory.weights as u64),
+        bytes(memory.kv as u64),
+        ceiling / 1e9
+    )?;
+    out.write_all(table(&lines, ceiling).as_bytes())?;
+    for line in &lines {
+        if let Some(profile) = &line.profile {
+            writeln!(out, "batch {}, depth {}:\n{}", line.batch, line.depth, profile.text())?;
+        }
+    }
+    Ok(())
+}
+
+/// Times single steps after `depth` tokens.
+fn decode(
+    stepper: &mut Stepper,
+    plan: &MemoryPlan,
+    args: &Args,
+    depth: usize,
+    batch: usize,
+    steps: usize,
+) -> anyhow::Result<Line> {
+    let prompt = Prompt::from(&super::ids(stepper, depth.max(1))[..]);
+    let mut seconds = Vec::with_capacity(steps);
+    let (start, mut tokens) = (depth.max(1), vec![1u32; batch]);
+    stepper.reset();
+    if batch == 1 {
+        stepper.prefill_each(&prompt, Heads::None, &mut |_| {})?;
+    } else {
+        stepper.alloc_slots(batch, depth + steps + 8)?;
+        for slot in 0..batch {
+            stepper.prefill_slot(slot, &prompt.tokens)?;
+        }
+    }
+    let slots: Vec<usize> = (0..batch).collect();
+    // The first two run as they are and are recorded; neither counts.
+    for step in 0..steps + 2 {
+        if step == 2 && args.profile {
+            stepper.start_profile(false)?;
+        }
+        let position = start + step;
+        let clock = Instant::now();
+        if batch == 1 {
+            tokens[0] = stepper.decode_step(tokens[0], position)?;
+        } else {
+            let fed = tokens.clone();
+            stepper.decode_batch(&fed, &vec![position; batch], &slots, &mut tokens)?;
+        }
+        if step >= 2 {
+            seconds.push(clock.elapsed().as_secs_f64());
+        }
+        // Rows that all go the same way would choose the same experts.
+        let vocab = stepper.model().config.vocab as u32;
+        tokens.iter_mut().enumerate().for_each(|(i, t)| *t = (*t + 7919 * i as u32) % vocab);
+    }
+    let profile = stepper.take_profile().map(|p| Report::new(&p));
+    Ok(Line {
+        batch,
+        depth: start,
+        steps: seconds,
+        weight_bytes: stepper.weight_bytes(),
+        kv_bytes: plan.kv_bytes_per_token(start + steps / 2) * batch as u64,
+        profile,
+    })
+}
+
+impl Line {
+    fn step(&self) -> f64 {
+        median(&self.steps)
+    }
+
+    fn share(&self, ceiling: f64) -> f64 {
+        (self.weight_bytes + self.kv_bytes) as f64 / ceiling / self.step()
+    }
+
+    fn json(&self, ceiling: f64) -> Value {
+        json!({
+            "batch": self.batch,
+            "depth": self.depth,
+            "tokens_per_second": self.batch as f64 / self.step(),
+            "step_seconds": self.step(),
+            "weight_bytes_per_step": self.weight_bytes,
+            "kv_bytes_per_step": self.kv_bytes,
+            "share_of_read_bandwidth": self.share(ceiling),
+            "profile": self.profile.as_ref().map(Report::json),
+        })
+    }
+}
+
+fn table(lines: &[Line], ceiling: f64) -> String {
+    let mut table = Table::new(&[
+        ("batch", Align::Right),
+        ("depth", Align::Right),
+        ("t/s", Align::Right),
+        ("ms/step", Align::Right),
+        ("read/step", Align::Right),
+        ("share", Align::Right),
+    ]);
+    for l in lines {
+        table.row(vec![
+            l.batch.to_string(),
+            l.depth.to_string(),
+            format!("{:.1}", l.batch as f64 / l.step()),
+            format!("{:.3}", l.step() * 1e3),
+            bytes(l.weight_bytes + l.kv_bytes),
+            format!("{:.1} %", 100.0 * l.share(ceiling)),
+        ]);
+    }
+    table.render()
+}

@@ -1,0 +1,281 @@
+//! Joining verbs into steps.
+
+use lapidary_ops::{Act, Activation, ExpertSpec, Mat, Norm, RouteSpec};
+
+use super::Verb;
+
+/// What is queued as one, or nearly.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum Step {
+    /// A verb on its own.
+    Verb(Verb),
+    /// Everything around the residual.
+    Residual(Residual),
+    /// `out = f(x W^T) * inputs[:, layer]`, by way of `gate`.
+    GateTimes { out: Act, gate: Act, x: Act, w: Mat, inputs: Act, layer: usize, f: Activation },
+    /// Router logits, and the choice made by them.
+    Router { routes: Act, logits: Act, x: Act, w: Mat, spec: RouteSpec },
+    /// Experts whose choice a [`Step::Router`] made.
+    Experts { out: Act, x: Act, routes: Act, spec: ExpertSpec },
+}
+
+/// `x = (x + rms(y; post)) * scalar` and what is made of it; `y` may be the sum of two normed branches.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Residual {
+    /// The residual.
+    pub x: Act,
+    /// What joins it, and the norm that is applied to it before, if any.
+    pub y: Option<(Act, Norm)>,
+    /// With a second branch: the first one's own norm, and the second with its.
+    pub branches: Option<(Norm, Act, Norm)>,
+    /// Multiplies the sum.
+    pub scalar: f32,
+    /// Normed (or plain) copies.
+    pub outs: Vec<(Act, Option<Norm>)>,
+    /// The verbs that it stands for.
+    pub plain: Vec<Verb>,
+}
+
+/// Most copies that one step makes.
+const MOST_OUTS: usize = 3;
+
+/// Joins what can be joined. `fits` says of a residual whether the kernel takes rows of its width.
+pub(crate) fn fuse(verbs: Vec<Verb>, fits: &dyn Fn(Act) -> bool) -> Vec<Step> {
+    let mut list: Vec<Option<Verb>> = verbs.into_iter().map(Some).collect();
+    let mut steps = Vec::with_capacity(list.len());
+    let mut branches = two_branches(&mut list, fits);
+    for i in 0..list.len() {
+        let Some(verb) = list[i].take() else { continue };
+        let step = match verb {
+            Verb::NormAdd(x, y, norm) if fits(x) => {
+                let own = branches.iter().position(|b| b.at == i).map(|b| branches.swap_remove(b));
+                let mut plain = own.as_ref().map_or(Vec::new(), |b| b.plain.clone());
+                plain.push(Verb::NormAdd(x, y, norm));
+                let branches = own.map(|b| (b.first, b.z, b.second));
+                let start =
+                    Residual { x, y: Some((y, norm)), branches, scalar: 1.0, outs: Vec::new(), plain };
+                Step::Residual(gather(start, &mut list, i + 1))
+            }
+            Verb::RmsNorm(out, x, norm) if out != x && fits(x) => {
+                let plain = vec![Verb::RmsNorm(out, x, norm)];
+                let outs = vec![(out, Some(norm))];
+                let start = Residual { x, y: None, branches: None, scalar: 1.0, outs, plain };
+                Step::Residual(gather(start, &mut list, i + 1))
+            }
+            Verb::Linear(gate, x, w) => match take_next(&mut list, i + 1, gate, |v| gate_of(v, gate)) {
+                Some(Verb::PerLayerGate(out, _, inputs, layer, f)) => {
+                    Step::GateTimes { out, gate, x, w, inputs, layer, f }
+                }
+                Some(Verb::Route(routes, logits, spec)) => Step::Router { routes, logits, x, w, spec },
+                _ => Step::Verb(Verb::Linear(gate, x, w)),
+            },
+            Verb::Experts(out, x, routes, spec) => {
+                let routed = |s: &Step| matches!(s, Step::Router { routes: r, .. } if *r == routes);
+                match steps.iter().rev().any(routed) {
+                    true => Step::Experts { out, x, routes, spec },
+                    false => Step::Verb(Verb::Experts(out, x, routes, spec)),
+                }
+            }
+            verb => Step::Verb(verb),
+        };
+        steps.push(step);
+    }
+    steps
+}
+
+/// A sum of two normed branches that joins a residual at `at`.
+struct Branches {
+    at: usize,
+    first: Norm,
+    z: Act,
+    second: Norm,
+    plain: Vec<Verb>,
+}
+
+/// Takes out `y = rms(y)`, `y += rms(z)` where nothing else touches `y` (or writes `z`) before `x += rms(y)`.
+fn two_branches(list: &mut [Option<Verb>], fits: &dyn Fn(Act) -> bool) -> Vec<Branches> {
+    let mut found = Vec::new();
+    for at in 0..list.len() {
+        let Some(Verb::NormAdd(x, y, _)) = list[at] else { continue };
+        if !fits(x) {
+            continue;
+        }
+        let Some(j) = last_use(list, at, y) else { continue };
+        let Some(Verb::NormAdd(same, z, second)) = list[j] else { continue };
+        let Some(i) = last_use(list, j, y) else { continue };
+        let Some(Verb::RmsNorm(out, from, first)) = list[i] else { continue };
+        let between = list[j + 1..at].iter().flatten().any(|v| v.uses().1.contains(&z));
+        if same != y || out != y || from != y || between || second.eps != first.eps {
+            continue;
+        }
+        let plain = [i, j].iter().filter_map(|&n| list[n].take()).collect();
+        found.push(Branches { at, first, z, second, plain });
+    }
+    found
+}
+
+/// The last verb before `end` that reads or writes `act`.
+fn last_use(list: &[Option<Verb>], end: usize, act: Act) -> Option<usize> {
+    (0..end).rev().find(|&n| {
+        list[n].as_ref().is_some_and(|v| {
+            let (reads, writes) = v.uses();
+            reads.contains(&act) || writes.contains(&act)
+        })
+    })
+}
+
+/// Adds to a residual what follows it: its scale, and copies of it that nothing in between has to do with.
+fn gather(mut step: Residual, list: &mut [Option<Verb>], from: usize) -> Residual {
+    let mut touched: Vec<Act> = Vec::new();
+    let eps = step.y.map(|y| y.1).or(step.outs.first().and_then(|o| o.1)).map(|n| n.eps);
+    for slot in &mut list[from..] {
+        let Some(verb) = slot else { continue };
+        let free = |act: Act| !touched.contains(&act) && step.outs.iter().all(|o| o.0 != act);
+        let norm_of = |act: Act| step.outs.iter().find(|o| o.0 == act).map(|o| o.1);
+        let taken = match *verb {
+            Verb::Scale(x, by) if x == step.x && step.y.is_some() && step.outs.is_empty() => {
+                let first = step.scalar == 1.0 && !touched.contains(&x);
+                first.then(|| step.scalar = by).is_some()
+            }
+            Verb::RmsNorm(out, x, norm) if x == step.x && out != x && free(out) && eps == Some(norm.eps) => {
+                push(&mut step.outs, out, Some(norm))
+            }
+            Verb::Cast(out, x) if x == step.x && out != x && free(out) => push(&mut step.outs, out, None),
+            // A copy of a copy is a copy of the residual, rounded once: the first is float32.
+            Verb::Cast(out, copy) if norm_of(copy).is_some() && free(out) && !touched.contains(&copy) => {
+                let norm = norm_of(copy).flatten();
+                push(&mut step.outs, out, norm)
+            }
+            _ => false,
+        };
+        if taken {
+            step.plain.extend(slot.take());
+            continue;
+        }
+        let (reads, writes) = verb.uses();
+        if writes.contains(&step.x) {
+            break;
+        }
+        touched.extend(reads);
+        touched.extend(writes);
+    }
+    step
+}
+
+fn push(outs: &mut Vec<(Act, Option<Norm>)>, out: Act, norm: Option<Norm>) -> bool {
+    let room = outs.len() < MOST_OUTS;
+    if room {
+        outs.push((out, norm));
+    }
+    room
+}
+
+/// Whether a verb consumes a product as a gate or as router logits.
+fn gate_of(verb: &Verb, gate: Act) -> bool {
+    match *verb {
+        Verb::PerLayerGate(_, g, ..) => g == gate,
+        Verb::Route(_, logits, _) => logits == gate,
+        _ => false,
+    }
+}
+
+/// Takes out the next verb where it is one that `wanted` says; marks are stepped over.
+fn take_next(
+    list: &mut [Option<Verb>],
+    from: usize,
+    _act: Act,
+    wanted: impl Fn(&Verb) -> bool,
+) -> Option<Verb> {
+    let slot = list[from..].iter_mut().find(|s| s.as_ref().is_some_and(|v| !matches!(v, Verb::Mark(_))))?;
+    if slot.as_ref().is_some_and(wanted) { slot.take() } else { None }
+}
+
+#[cfg(test)]
+mod tests {
+    use lapidary_ops::{Gain, Phase, TapPoint};
+
+    use super::*;
+
+    const X: Act = Act(0);
+    const Y: Act = Act(1);
+    const Z: Act = Act(2);
+    const IN: Act = Act(3);
+    const IN2: Act = Act(4);
+
+    fn norm(n: u32) -> Norm {
+        Norm { gain: Gain(n), eps: 1e-6 }
+    }
+
+    fn fused(verbs: Vec<Verb>) -> Vec<Step> {
+        fuse(verbs, &|_| true)
+    }
+
+    #[test]
+    fn a_layers_end_and_the_next_ones_begin_are_one_step() {
+        let steps = fused(vec![
+            Verb::Linear(Y, IN, Mat(0)),
+            Verb::NormAdd(X, Y, norm(0)),
+            Verb::Scale(X, 0.5),
+            Verb::RmsNorm(IN, X, norm(1)),
+            Verb::Mark(Phase::Qkv),
+            Verb::Linear(Y, IN, Mat(1)),
+        ]);
+        let [Step::Verb(_), Step::Residual(r), Step::Verb(Verb::Mark(_)), Step::Verb(_)] = &steps[..] else {
+            panic!("{steps:?}")
+        };
+        assert_eq!((r.y, r.scalar, &r.outs[..]), (Some((Y, norm(0))), 0.5, &[(IN, Some(norm(1)))][..]));
+        assert_eq!(r.plain.len(), 3);
+    }
+
+    #[test]
+    fn a_tap_between_keeps_the_norm_apart_only_where_it_must() {
+        // The tap reads the residual, which the step has stored by then.
+        let steps = fused(vec![
+            Verb::NormAdd(X, Y, norm(0)),
+            Verb::Tap(TapPoint::LayerOut(0), X),
+            Verb::RmsNorm(IN, X, norm(1)),
+        ]);
+        assert!(matches!(&steps[..], [Step::Residual(r), Step::Verb(Verb::Tap(..))] if r.outs.len() == 1));
+        // A scale after a tap must not reach the tap.
+        let steps = fused(vec![
+            Verb::NormAdd(X, Y, norm(0)),
+            Verb::Tap(TapPoint::LayerOut(0), X),
+            Verb::Scale(X, 2.0),
+            Verb::RmsNorm(IN, X, norm(1)),
+        ]);
+        assert!(matches!(&steps[0], Step::Residual(r) if r.scalar == 1.0 && r.outs.is_empty()), "{steps:?}");
+        assert_eq!(steps.len(), 4);
+    }
+
+    #[test]
+    fn norms_of_a_routed_layer_meet_in_one_step_and_its_branches_in_another() {
+        let steps = fused(vec![
+            Verb::NormAdd(X, Y, norm(0)),
+            Verb::RmsNorm(IN, X, norm(1)),
+            Verb::Linear(Y, IN, Mat(0)),
+            Verb::RmsNorm(Y, Y, norm(2)),
+            Verb::RmsNorm(IN2, X, norm(3)),
+            Verb::Linear(Z, IN2, Mat(1)),
+            Verb::NormAdd(Y, Z, norm(4)),
+            Verb::NormAdd(X, Y, norm(5)),
+        ]);
+        let [Step::Residual(first), Step::Verb(_), Step::Verb(_), Step::Residual(last)] = &steps[..] else {
+            panic!("{steps:?}")
+        };
+        assert_eq!(first.outs, [(IN, Some(norm(1))), (IN2, Some(norm(3)))]);
+        assert_eq!(last.branches, Some((norm(2), Z, norm(4))));
+        assert_eq!(last.plain.len(), 3);
+    }
+
+    #[test]
+    fn a_buffer_in_use_is_not_written_early() {
+        // IN is read between, so its second norm stays where it is.
+        let steps = fused(vec![
+            Verb::NormAdd(X, Y, norm(0)),
+            Verb::Linear(Z, IN, Mat(0)),
+            Verb::RmsNorm(IN, X, norm(1)),
+        ]);
+        assert!(matches!(&steps[0], Step::Residual(r) if r.outs.is_empty()));
+        assert_eq!(steps.len(), 3);
+    }
+}

@@ -1,0 +1,161 @@
+//! Heads in the fast mode: norms, rotation and cache, then attention for few rows or for many.
+
+use lapidary_ops::{Act, AttnSpec, Error, QkvSpec, Result, ValueSource};
+
+use crate::driver::DevPtr;
+use crate::kernels::attn_decode::{self, AttnDecode, KvColumns, PageShape};
+use crate::kernels::attn_prefill;
+use crate::kernels::producers::{self, Finish};
+use crate::kernels::skinny_gemm::MAX_ROWS;
+use crate::ops::CudaOps;
+use crate::workspace::Piece;
+
+/// Rows of one call of the attention kernel, which counts its blocks in a table of fixed size.
+const ATTENTION_ROWS: usize = 128;
+
+impl CudaOps<'_> {
+    /// Whether heads of this width have kernels and pools in their layout.
+    pub(super) fn fast_heads(&self, head_dim: usize) -> bool {
+        self.on.kv.is_fast(head_dim)
+    }
+
+    /// Where normed, rotated queries of a layer are kept as bf16: `rows` of `width` values.
+    pub(super) fn queries(&mut self, width: usize) -> Result<DevPtr> {
+        let most = self.on.acts.iter().map(|a| a.spec.max_rows).max().unwrap_or(0);
+        let bytes = most * width * 2;
+        Ok(self.on.workspace.get(Piece::Queries, &self.on.stream, bytes)?)
+    }
+
+    pub(super) fn finish_heads(&mut self, qkv: Act, spec: &QkvSpec) -> Result<()> {
+        let (v, rope, d) = (self.act(qkv), self.act(spec.rope), spec.head_dim);
+        let values_are_keys = spec.kv.is_some_and(|kv| kv.values == ValueSource::Keys);
+        let parts = match spec.kv {
+            None => 0,
+            Some(_) if values_are_keys => 1,
+            Some(_) => 2,
+        };
+        crate::ops::same("qkv_finish", rope.width, d as i32)?;
+        crate::ops::same("qkv_finish", v.width, ((spec.heads + parts * spec.kv_heads) * d) as i32)?;
+        let group = spec.kv.map_or(0, |kv| kv.cache.group.index());
+        let q = self.queries(spec.heads * d)?;
+        let sums = self.sums(qkv);
+        let q_norm = (self.gain(spec.q_norm.gain, d)?, spec.q_norm.eps);
+        let k_norm = match spec.kv {
+            Some(kv) => (self.gain(kv.k_norm.gain, d)?, kv.k_norm.eps),
+            None => (DevPtr::NULL, 0.0),
+        };
+        let call = Finish {
+            qkv: sums.ptr,
+            qkv_stride: sums.stride,
+            plane_stride: sums.plane_stride,
+            planes: sums.count,
+            store_q: !self.on.upload.batch.taps.points.is_empty() && sums.count == 1,
+            rows: self.rows,
+            heads: spec.heads,
+            pages: PageShape { kv_heads: spec.kv_heads, head_dim: d, fp8: false },
+            writes: spec.kv.is_some(),
+            values_are_keys,
+            q_norm,
+            k_norm,
+            v_eps: spec.kv.and_then(|kv| kv.v_norm_eps),
+            rope: rope.ptr,
+            rope_stride: rope.stride as usize,
+            cell: self.on.upload.columns.cell[group],
+            map: self.map(),
+            pool: spec.kv.map_or(DevPtr::NULL, |kv| self.on.kv.pool(kv.cache).ptr),
+            kv_scales: [1.0; 2],
+            q,
+            q_stride: spec.heads * d,
+        };
+        self.query_width = spec.heads * d;
+        // SAFETY: widths agree, and the uploaded cells are in the pools.
+        unsafe { Ok(producers::finish(self.on.queue(), &call)?) }
+    }
+
+    /// Rows are dropped between the queries' making and their use: the kept ones move to the front here too.
+    pub(super) fn keep_queries(&mut self) -> Result<()> {
+        if self.query_width == 0 {
+            return Ok(());
+        }
+        let ptr = self.queries(self.query_width)?;
+        let (heads, count) = (self.on.upload.columns.heads, self.on.upload.batch.heads.len());
+        let width = self.query_width as i32;
+        let rows = crate::args::Rows { ptr, stride: width, width, bf16: 1, pad: 0 };
+        // SAFETY: heads are rows of the batch, ascending.
+        unsafe { Ok(crate::kernels::rows::keep_rows(self.on.queue(), rows, heads, count)?) }
+    }
+
+    pub(super) fn attend(&mut self, out: Act, spec: &AttnSpec) -> Result<()> {
+        let (o, d) = (self.act(out), spec.head_dim);
+        let pool = self.on.kv.pool(spec.cache);
+        crate::ops::same("attention", o.width, (spec.heads * d) as i32)?;
+        crate::ops::same("attention", pool.head_dim, d as i32)?;
+        crate::ops::same("attention", pool.kv_heads, spec.kv_heads as i32)?;
+        if o.bf16 == 0 {
+            return Err(Error::Device("attention into a float32 buffer in the fast mode".into()));
+        }
+        let pages = PageShape { kv_heads: spec.kv_heads, head_dim: d, fp8: false };
+        if spec.softcap.is_some() {
+            let what = "a cap on attention scores in the fast mode".into();
+            return Err(Error::Unsupported { device: "cuda".into(), what });
+        }
+        let sms = self.multiprocessors();
+        let most = self.on.acts[out.0 as usize].spec.max_rows.min(ATTENTION_ROWS);
+        let bytes = attn_decode::workspace_bytes(most, spec.heads, pages, sms);
+        let workspace = self.on.workspace.get(Piece::Attention, &self.on.stream, bytes)?;
+        let q = self.queries(spec.heads * d)?;
+        let (columns, group) = (self.on.upload.columns, spec.cache.group.index());
+        let call = AttnDecode {
+            heads: spec.heads,
+            pages,
+            pool: pool.ptr,
+            q,
+            q_stride: spec.heads * d,
+            out: o.ptr,
+            out_stride: o.stride as usize,
+            columns: KvColumns {
+                positions: columns.positions,
+                visible_to: columns.visible_to[group],
+                table: columns.table[group],
+                pages: columns.pages[group],
+                map: self.map(),
+            },
+            rows: self.rows,
+            batch_rows: self.on.upload.batch.tokens.len(),
+            window: spec.window,
+            scale: spec.scale,
+            v_scale: 1.0,
+            workspace,
+        };
+        // Rows of one sequence share its pages; a batch of single tokens has nothing to share.
+        let sequences = self.on.upload.batch.spans.len();
+        if self.map() == DevPtr::NULL && self.rows > MAX_ROWS && self.rows >= 2 * sequences {
+            // SAFETY: widths agree, and the uploaded tables lead to pages of the pools.
+            return unsafe { Ok(attn_prefill::attn_prefill(self.on.queue(), &call)?) };
+        }
+        for first in (0..self.rows).step_by(ATTENTION_ROWS) {
+            // Columns are by batch row, which is what the map leads to once rows were dropped.
+            let (skip, map) = match call.columns.map {
+                DevPtr::NULL => (first * 4, DevPtr::NULL),
+                map => (0, map.at(first * 4)),
+            };
+            let at = &call.columns;
+            let part = AttnDecode {
+                q: q.at(first * spec.heads * d * 2),
+                out: o.ptr.at(first * o.stride as usize * 2),
+                columns: KvColumns {
+                    positions: at.positions.at(skip),
+                    visible_to: at.visible_to.at(skip),
+                    table: at.table.at(skip),
+                    pages: at.pages,
+                    map,
+                },
+                rows: ATTENTION_ROWS.min(self.rows - first),
+                ..call
+            };
+            // SAFETY: widths agree, and the uploaded tables lead to pages of the pools.
+            unsafe { attn_decode::attn_decode(self.on.queue(), &part)? };
+        }
+        Ok(())
+    }
+}
