@@ -94,7 +94,7 @@ class Model:
         raw = text.encode()
         ids = (self.c.llama_token * (len(raw) + 8))()
         n = self.c.llama_tokenize(self.vocab, raw, len(raw), ids, len(ids), True, False)
-        return list(ids[:n])
+        return list(ids[: max(n, 0)])
 
     def best(self) -> int:
         """The most likely next token."""
@@ -143,7 +143,8 @@ def start(o) -> dict:
     before, _ = resident()
     begin = time.perf_counter()
     model = Model(o.model, o.threads, 1024)
-    model.feed(model.tokenize(o.text))
+    # A vocabulary that was made up may know no piece of the text.
+    model.feed(model.tokenize(o.text) or some_ids(model, 6))
     model.best()
     seconds = time.perf_counter() - begin
     return {"seconds": seconds, "peak_bytes": resident()[1] - before}

@@ -51,6 +51,7 @@ def servers(options, streams: int):
     lapidary = [
         options.lapidary, "serve", "-m", options.gguf, "--port", str(port), "-t", str(options.threads), "--ctx", str(context),
         "--sequences", str(slots), "--log-level", "warn", "--ignore-memory",
+        "--max-stall-ms", str(options.max_stall_ms),
     ]
     yield "lapidary", f"http://127.0.0.1:{port}", lapidary
     port = free_port()
@@ -73,11 +74,15 @@ def main() -> None:
     parser.add_argument("--prompt-words", default="100-300")
     parser.add_argument("--output-tokens", default="64")
     parser.add_argument("--requests", type=int, default=3, help="for each stream")
+    parser.add_argument("--max-stall-ms", type=int, default=200, help="of lapidary")
+    parser.add_argument("--only", help="this server only")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     results = []
     for streams in map(int, options.streams.split(",")):
         for name, url, command in servers(options, streams):
+            if options.only not in (None, name):
+                continue
             process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
             try:
                 wait(url, process)

@@ -128,6 +128,55 @@ fn a_batch_is_answered_line_by_line() {
 }
 
 #[test]
+fn a_stored_beginning_outlives_the_server_and_a_damaged_one_is_dropped() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let flags = ["--prefix-dir", folder.path().to_str().expect("text")];
+    let long = "The dog sat by the valley. ".repeat(20);
+    let body = format!(
+        r#"{{"messages":[{{"role":"user","content":"{long}What is the capital of Kenya?"}}],"temperature":0}}"#
+    );
+    let ask = |server: &Server| {
+        let reply = server.ask("POST", "/v1/chat/completions", JSON, &body);
+        let json: serde_json::Value =
+            serde_json::from_str(reply.split_once("\r\n\r\n").expect("a body").1).expect("it is JSON");
+        let cached = json["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().expect("a count");
+        (json["choices"][0]["message"]["content"].clone(), cached)
+    };
+    let metric = |server: &Server, name: &str| -> f64 {
+        let page = server.ask("GET", "/metrics", "", "");
+        let line =
+            page.lines().find(|line| line.starts_with(&format!("{name}{{"))).expect("it is there").to_owned();
+        line.rsplit(' ').next().expect("a value").parse().expect("a number")
+    };
+    let mut first = Server::start(&flags, None);
+    let (answer, cold) = ask(&first);
+    assert_eq!(cold, 0);
+    assert_eq!(first.terminate(), Some(0));
+    let mut second = Server::start(&flags, None);
+    let (again, cached) = ask(&second);
+    assert_eq!(again, answer);
+    assert!(cached > 0 && metric(&second, "lapidary_prefix_store_loaded_total") > 0.0, "{cached}");
+    assert_eq!(second.terminate(), Some(0));
+    // One bit of every file: none may be used.
+    let mut stack = vec![folder.path().to_owned()];
+    while let Some(path) = stack.pop() {
+        if path.is_dir() {
+            stack.extend(
+                std::fs::read_dir(&path).expect("it is ours").map(|entry| entry.expect("it is there").path()),
+            );
+        } else {
+            let mut bytes = std::fs::read(&path).expect("it is ours");
+            let middle = bytes.len() / 2;
+            bytes[middle] ^= 1;
+            std::fs::write(&path, bytes).expect("it is ours");
+        }
+    }
+    let third = Server::start(&flags, None);
+    assert_eq!(ask(&third), (answer, 0));
+    assert!(metric(&third, "lapidary_prefix_store_damaged_total") > 0.0);
+}
+
+#[test]
 fn bench_serve_measures_a_server() {
     let server = Server::start(&[], None);
     let url = format!("http://{}", server.address);

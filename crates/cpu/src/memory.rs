@@ -7,6 +7,7 @@
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ptr::NonNull;
+#[cfg(target_os = "linux")]
 use std::sync::{Arc, Mutex, PoisonError};
 
 use lapidary_ops::{Error, Result};
@@ -116,12 +117,14 @@ impl Drop for Aligned {
 
 /// Cuts blocks from large mappings, one after the other.
 #[derive(Debug, Default)]
-pub(crate) struct Slabs(Mutex<Option<Slab>>);
-
-#[derive(Debug)]
-#[cfg_attr(not(target_os = "linux"), allow(dead_code, reason = "there are no slabs"))]
-struct Slab {
+pub(crate) struct Slabs {
     #[cfg(target_os = "linux")]
+    last: Mutex<Option<Slab>>,
+}
+
+#[cfg(target_os = "linux")]
+#[derive(Debug)]
+struct Slab {
     mapping: Arc<mapping::Mapping>,
     used: usize,
 }
@@ -139,14 +142,13 @@ impl Slabs {
         {
             return Ok(block);
         }
-        let _ = &self.0;
         Aligned::zeroed(bytes, what)
     }
 
     /// The next block, if there is memory for a slab.
     #[cfg(target_os = "linux")]
     fn cut(&self, bytes: usize) -> Option<Aligned> {
-        let mut slab = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut slab = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         let room = slab.as_ref().is_some_and(|slab| bytes <= SLAB - slab.used);
         if !room {
             *slab = Some(Slab { mapping: Arc::new(mapping::Mapping::new(SLAB)?), used: 0 });

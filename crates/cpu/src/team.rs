@@ -121,6 +121,21 @@ impl Sync {
         (from < total).then(|| from..(from + chunk).min(total))
     }
 
+    /// Claims a share of what is left of `total` items, a multiple of `least` but for the last: large shares first, since
+    /// each new place in memory has to be found, and small ones in the end, so that all are done together.
+    pub fn claim_share(&self, counter: usize, least: usize, total: usize) -> Option<std::ops::Range<usize>> {
+        let claims = &self.claims[counter];
+        let share = |from: usize| {
+            (total.saturating_sub(from) / (2 * self.workers()))
+                .max(1)
+                .next_multiple_of(least)
+                .min(total - from)
+        };
+        let next = |from: usize| (from < total).then(|| from + share(from));
+        let from = claims.fetch_update(Ordering::Relaxed, Ordering::Relaxed, next).ok()?;
+        Some(from..from + share(from))
+    }
+
     fn reset_claims(&self) {
         self.claims.iter().for_each(|c| c.store(0, Ordering::Relaxed));
     }
@@ -326,9 +341,15 @@ mod tests {
                                 taken[i].fetch_add(1, Ordering::Relaxed);
                             }
                         }
+                        while let Some(range) = sync.sync.claim_share(1, 4, taken.len()) {
+                            assert!(range.start % 4 == 0);
+                            for i in range {
+                                taken[i].fetch_add(1, Ordering::Relaxed);
+                            }
+                        }
                         sync.sync.meet();
                     }
-                    assert!(taken.iter().all(|t| t.load(Ordering::Relaxed) == 3));
+                    assert!(taken.iter().all(|t| t.load(Ordering::Relaxed) == 6));
                 })
                 .expect("no worker panics");
             }

@@ -25,6 +25,8 @@ pub(crate) struct Active {
     counts: TokenCounts,
     stop_ids: Vec<u32>,
     min_tokens: usize,
+    /// Tokens that can be fed back.
+    vocab: usize,
     allowed: Next,
     /// The mask that the guide gave, when `allowed` says so.
     mask: TokenMask,
@@ -104,6 +106,7 @@ impl Active {
             counts,
             stop_ids,
             min_tokens,
+            vocab: config.per_layer.map_or(config.vocab, |p| p.vocab.min(config.vocab)),
             allowed: Next::Free,
             mask: TokenMask::default(),
             usage: EngineUsage { prompt_tokens: prompt.tokens.len(), ..EngineUsage::default() },
@@ -200,6 +203,12 @@ impl Active {
             other => FailureKind::Guide(other.to_string()),
         };
         let at = position as u64;
+        if let Next::Force(token) = self.allowed
+            && token as usize >= self.vocab
+        {
+            let vocab = self.vocab;
+            return Err(FailureKind::Guide(format!("token {token} was forced, the vocabulary has {vocab}")));
+        }
         let Some(logits) = logits else {
             let token = if let Next::Force(token) = self.allowed { token } else { best };
             return Ok(Sampled { token, logprob: None, top: Vec::new() });

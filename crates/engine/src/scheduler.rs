@@ -372,6 +372,12 @@ impl Scheduler {
         self.end(id, EndReason::Cancelled)
     }
 
+    /// Ends a request whose row at `position` gave no token, as [`Produced::Failed`] does; nothing that it left is
+    /// kept for others. `None` for one that has ended already.
+    pub fn fail(&mut self, id: RequestId, position: usize) -> Option<SchedulerEvent> {
+        self.end(id, EndReason::Failed { position })
+    }
+
     /// Plans a batch and fills its columns. `None` when there is nothing to run, or a plan is in flight.
     pub fn next(&mut self, now: Duration, batch: &mut Batch) -> Option<Plan> {
         if self.in_flight.is_some() {

@@ -520,7 +520,11 @@ impl Worker {
 
     /// Ends a request, wherever it stands; nothing happens to one that has ended.
     fn leave(&mut self, id: RequestId, reason: EngineFinish) {
-        self.scheduler.cancel(id);
+        match reason {
+            // What it left for others may be what failed.
+            EngineFinish::Failed(FailureKind::NonFinite { position }) => self.scheduler.fail(id, position),
+            _ => self.scheduler.cancel(id),
+        };
         self.loading.remove(&id);
         if let Some(active) = self.active.remove(&id) {
             self.end(*active, reason);

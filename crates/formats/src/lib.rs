@@ -18,7 +18,6 @@ mod encode;
 mod error;
 mod file;
 mod format;
-mod loss;
 mod validate;
 mod view;
 
@@ -27,6 +26,5 @@ pub use encode::{Encoded, EncodedScales, Scaling, encode_rows, encode_rows_scale
 pub use error::FormatError;
 pub use file::{FileBytes, FileMap};
 pub use format::Format;
-pub use loss::Loss;
 pub use validate::validate;
 pub use view::{Scales, TensorView};

@@ -106,8 +106,7 @@ impl Device {
     /// # Errors
     /// `Unsupported` for the processor and for a device that is not there.
     pub fn read_bandwidth(self) -> Result<f64> {
-        let unsupported =
-            |what: String| lapidary_ops::Error::Unsupported { device: self.to_string(), what };
+        let unsupported = |what: String| lapidary_ops::Error::Unsupported { device: self.to_string(), what };
         match self {
             #[cfg(feature = "cuda")]
             Device::Cuda { ordinal } => {
@@ -157,8 +156,9 @@ impl Device {
         match self {
             Device::Cpu => footprint::packed_bytes(format, rows, cols, compute),
             #[cfg(feature = "cuda")]
-            Device::Cuda { .. } => (compute == Compute::Fast)
-                .then(|| lapidary_cuda::footprint::packed_bytes(format, rows, cols)),
+            Device::Cuda { .. } => {
+                (compute == Compute::Fast).then(|| lapidary_cuda::footprint::packed_bytes(format, rows, cols))
+            }
             #[cfg(not(feature = "cuda"))]
             Device::Cuda { .. } => None,
         }

@@ -258,7 +258,7 @@ fn guides_mask_force_and_end_and_neighbours_do_not_notice() {
     let reply = run(&engine, guided(Fixed::mask(TokenMask::none(vocab)), 5));
     assert!(matches!(&reply.reason, EngineFinish::Failed(FailureKind::Guide(m)) if m.contains("no token")));
     let reply = run(&engine, guided(Fixed { force: Some(vocab as u32), ..Fixed::free() }, 5));
-    assert!(matches!(&reply.reason, EngineFinish::Failed(_)), "{:?}", reply.reason);
+    assert!(matches!(&reply.reason, EngineFinish::Failed(FailureKind::Guide(m)) if m.contains("forced")));
 
     let reply = neighbour.wait();
     assert_eq!(reply.sampled, alone(&dense(), &drawn(&prompt(1, 40), 60, 5)).0);
@@ -441,8 +441,16 @@ fn a08_a_row_that_is_not_finite_ends_its_request_within_a_step() {
             assert_eq!(seen, usize::from(i == 0), "{}", name(&folder));
             assert_eq!(reply.sampled, expected[seen..], "{}", name(&folder));
         }
+        // Nothing that it left is gone on from.
+        let mut long = prompt(10, 150);
+        long[149] = POISON;
+        for _ in 0..2 {
+            let reply = run(&engine, greedy(&long, 9));
+            assert_eq!(reply.reason, EngineFinish::Failed(FailureKind::NonFinite { position: 149 }));
+            assert_eq!(reply.usage.cached_tokens, 0);
+        }
         drained(&engine);
-        assert_eq!(engine.stats().non_finite, 3);
+        assert_eq!(engine.stats().non_finite, 5);
     }
 }
 
@@ -675,4 +683,126 @@ fn scores_are_those_of_a_stepper_in_any_company_and_cost_no_row_twice() {
         assert!(matches!(refused(Prompt::default(), 1, 0), Error::EmptyPrompt));
         drained(&engine);
     }
+}
+
+/// Features of requests and engines, each of which must not change what another does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Feature {
+    FewPages,
+    Warm,
+    HalfKv,
+    Mask,
+    Penalties,
+    Logprobs,
+    Choices,
+    Leaving,
+    MinTokens,
+    Priorities,
+    Soft,
+    Scores,
+}
+
+const FEATURES: [Feature; 12] = [
+    Feature::FewPages,
+    Feature::Warm,
+    Feature::HalfKv,
+    Feature::Mask,
+    Feature::Penalties,
+    Feature::Logprobs,
+    Feature::Choices,
+    Feature::Leaving,
+    Feature::MinTokens,
+    Feature::Priorities,
+    Feature::Soft,
+    Feature::Scores,
+];
+
+/// Four requests with the features `on`.
+fn featured(on: &[Feature], vocab: usize, hidden: usize) -> Vec<EngineRequest> {
+    let has = |f| on.contains(&f);
+    (0..4u64)
+        .map(|i| {
+            let seed = if has(Feature::Choices) { 20 } else { 20 + i };
+            let mut request = drawn(&prompt(seed, 70 + 9 * (seed as usize - 20)), 60, i);
+            if has(Feature::Penalties) {
+                request.sampling.repetition_penalty = 1.4;
+                request.sampling.frequency_penalty = 0.7;
+            }
+            if has(Feature::Mask) {
+                let mut mask = TokenMask::none(vocab);
+                (0..vocab as u32).filter(|t| t % 3 != 0).for_each(|t| mask.allow(t));
+                request.guide = Some(Box::new(Fixed::mask(mask)));
+            }
+            request.logprobs = has(Feature::Logprobs).then_some(3);
+            if has(Feature::MinTokens) {
+                request.stop_ids = (5..60).collect();
+                request.min_tokens = 17;
+            }
+            if has(Feature::Priorities) {
+                request.priority = i as i8 - 2;
+            }
+            if has(Feature::Soft) {
+                let values = common::drive::values(7, 12 * hidden);
+                let kind = lapidary_engine::SoftKind::Vision;
+                request.prompt.soft.push(lapidary_engine::SoftSpan { start: 25, values, kind });
+            }
+            request
+        })
+        .collect()
+}
+
+fn featured_engine(on: &[Feature], alone: bool) -> Engine {
+    let kv =
+        if on.contains(&Feature::HalfKv) { lapidary_ops::KvFormat::F16 } else { lapidary_ops::KvFormat::F32 };
+    let runner = runner(&dense(), ON, Setup { kv, ..setup() });
+    let mut options = options(&runner);
+    if alone {
+        options.prefix = lapidary_engine::PrefixOptions::off();
+    } else if on.contains(&Feature::FewPages) {
+        options.pages = Some([12, 9]);
+    }
+    Engine::start(runner, options).unwrap()
+}
+
+#[test]
+fn every_pair_of_features_gives_what_each_request_gives_alone() {
+    let mut preempted = 0;
+    for (i, a) in FEATURES.into_iter().enumerate() {
+        for b in FEATURES.into_iter().skip(i + 1) {
+            let on = [a, b];
+            let has = |f| on.contains(&f);
+            let (lonely, engine) = (featured_engine(&on, true), featured_engine(&on, false));
+            let (vocab, hidden) = (engine.config().vocab, engine.config().hidden);
+            let expected: Vec<Reply> =
+                featured(&on, vocab, hidden).into_iter().map(|request| run(&lonely, request)).collect();
+            if has(Feature::Warm) {
+                featured(&on, vocab, hidden).into_iter().for_each(|request| drop(run(&engine, request)));
+            }
+            let pending: Vec<_> =
+                featured(&on, vocab, hidden).into_iter().map(|request| submit(&engine, request)).collect();
+            if has(Feature::Leaving) {
+                for i in 0..3 {
+                    let other = submit(&engine, greedy(&prompt(20 + i, 60), 50));
+                    other.token();
+                    if i == 1 { other.ticket.cancel() } else { other.hang_up() }
+                }
+            }
+            if has(Feature::Scores) {
+                let tokens = prompt(20, 70);
+                let (found, reason, _) = scores(&engine, &tokens, 30, 1);
+                let (alone, _, _) = scores(&lonely, &tokens, 30, 1);
+                assert_eq!((found, reason), (alone, EngineFinish::Length), "{on:?}");
+            }
+            for (i, (pending, expected)) in pending.into_iter().zip(expected).enumerate() {
+                let reply = pending.wait();
+                assert_eq!(reply.sampled, expected.sampled, "{on:?} request {i}");
+                assert_eq!(reply.reason, expected.reason, "{on:?} request {i}");
+            }
+            drained(&engine);
+            let stats = engine.stats().scheduler;
+            preempted += stats.preemptions;
+            assert!(!has(Feature::Warm) || stats.prefix.hits > 0, "{on:?}: {:?}", stats.prefix);
+        }
+    }
+    assert!(preempted > 5, "{preempted} pre-emptions");
 }

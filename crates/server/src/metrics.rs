@@ -272,6 +272,18 @@ impl Page {
         ] {
             self.own_counter(name, help, value);
         }
+        let Some(store) = &engine.store else { return };
+        self.family("lapidary_prefix_store_bytes", "gauge", "Bytes of the folder of stored prefixes");
+        self.sample("lapidary_prefix_store_bytes", "", store.bytes as f64);
+        for (name, help, value) in [
+            ("prefix_store_saved_total", "Pages that were written", store.saved),
+            ("prefix_store_loaded_total", "Pages that were read back and used", store.loaded),
+            ("prefix_store_damaged_total", "Files that were damaged and removed", store.damaged),
+            ("prefix_store_evicted_total", "Files that were removed for the size cap", store.evicted),
+            ("prefix_store_failed_total", "Writes that failed or were given up", store.failed),
+        ] {
+            self.own_counter(name, help, value as f64);
+        }
     }
 }
 

@@ -23,7 +23,7 @@ use crate::steer_args::SteerArgs;
 /// safetensors file: for comparisons with other engines.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Contents of the file, T the number of tokens:\n  \
-tokens [T]               the ids\n  \
+input_ids [T]            the ids\n  \
 logits [T, V]            after the softcap\n  \
 hidden.N [T, H]          output of layer N after its scalar (--layers)\n  \
 embed, final_norm [T, H] scaled embeddings; the residual after the final norm (--also)\n  \
@@ -138,7 +138,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     }
     let tokens = args.tokens.iter().map(|&id| i64::from(id)).collect();
     let shape = vec![args.tokens.len()];
-    let tokens = Captured { name: "tokens".into(), shape, values: Values::I64(tokens) };
+    let tokens = Captured { name: "input_ids".into(), shape, values: Values::I64(tokens) };
     let all: Vec<Captured> = std::iter::once(tokens).chain(captured).collect();
     let formats = Formats::of(&checkpoint, config.layers.len());
     save(&args.output, &all, &metadata(&formats, Some(&made_by(&stepper))))

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use clap::ValueEnum;
-use lapidary::service::{PrefixOptions, ServiceOptions};
+use lapidary::service::{PrefixDir, PrefixOptions, ServiceOptions};
 use lapidary_server::listen::{self, ListenOptions};
 use lapidary_server::{App, Keys, ServerOptions};
 use tokio::net::TcpListener;
@@ -103,6 +103,12 @@ pub struct ServiceArgs {
     /// larger of 256 MiB and four windows when not given
     #[arg(long, value_name = "BYTES", conflicts_with = "no_prefix_cache")]
     pub prefix_bytes: Option<usize>,
+    /// A folder in which beginnings are kept too, so that they outlive the process; several servers may share it
+    #[arg(long, value_name = "FOLDER", conflicts_with = "no_prefix_cache")]
+    pub prefix_dir: Option<PathBuf>,
+    /// Most bytes of the files in that folder
+    #[arg(long, value_name = "BYTES", default_value_t = 4 << 30, requires = "prefix_dir")]
+    pub prefix_dir_bytes: u64,
     /// Keep nothing of earlier requests
     #[arg(long)]
     pub no_prefix_cache: bool,
@@ -124,6 +130,11 @@ impl ServiceArgs {
             prefix: PrefixOptions {
                 enabled: !self.no_prefix_cache,
                 snapshot_bytes: self.prefix_bytes,
+                dir: self.prefix_dir.as_ref().map(|path| PrefixDir {
+                    path: path.clone(),
+                    bytes: self.prefix_dir_bytes,
+                    model: String::new(),
+                }),
                 ..PrefixOptions::default()
             },
             ..ServiceOptions::default()
@@ -175,8 +186,9 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     let serving = runtime.spawn(listen::serve(listener, tls, app.clone(), limits, stop));
     let service =
         load::service(&args.model, &args.load, args.compute.compute, args.service.options(args.strict))?;
-    eprintln!("serving {} on {scheme}://{bound}", app.options().names.join(", "));
     app.serve(Arc::new(service));
+    // Only now: whoever waits for this line may ask at once.
+    eprintln!("serving {} on {scheme}://{bound}", app.options().names.join(", "));
     runtime.block_on(serving)??;
     Ok(())
 }

@@ -31,8 +31,7 @@ impl CpuOps<'_> {
         let (out, x) = (self.act(out), self.act(x));
         assert_eq!(x.width(), w.cols, "{} and {}", x.spec.name, out.spec.name);
         let units = out.width() / BLOCK;
-        let chunk = (units / (self.workers() * super::CLAIMS_PER_WORKER)).max(1);
-        while let Some(claim) = self.claim(0, chunk, units) {
+        while let Some(claim) = self.claim_weights(1, units) {
             let block = rows_at_once(&w.part_of(0).weights, x, self.rows);
             for from in (0..self.rows).step_by(block) {
                 let n = block.min(self.rows - from);

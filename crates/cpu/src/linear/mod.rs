@@ -25,8 +25,6 @@ use f32::{Bf16, F16, RowsView, dots};
 pub(crate) const TILE: usize = 16;
 /// Rows of x between two writes of a tile's results.
 pub(crate) const X_BLOCK: usize = 64;
-/// Claims that each worker makes of one matrix, about: few enough to be cheap, many enough to even out.
-const CLAIMS_PER_WORKER: usize = 12;
 /// Rows of x up to which half-width weights are multiplied without being decoded to memory first.
 const ROWS_IN_PLACE: usize = 16;
 /// Bytes of x that stay in a core's cache while a claim's tiles pass by.
@@ -62,8 +60,7 @@ impl CpuOps<'_> {
         // The counter runs over the tiles of all parts, one part after the other.
         let tiles = |p: &Part| p.weights.rows().div_ceil(TILE);
         let total: usize = w.parts.iter().map(tiles).sum();
-        let chunk = (total / (self.workers() * CLAIMS_PER_WORKER)).max(1).next_multiple_of(PAIR / TILE);
-        while let Some(claim) = self.claim(0, chunk, total) {
+        while let Some(claim) = self.claim_weights(PAIR / TILE, total) {
             let mut first = 0;
             for part in &w.parts {
                 let own = claim.start.max(first)..claim.end.min(first + tiles(part));

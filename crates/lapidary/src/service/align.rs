@@ -2,7 +2,8 @@
 //!
 //! Text reaches a client later than its tokens arrive: characters wait for their last byte, stop strings and openers for
 //! their decision, and markers are never shown. So tokens queue up here, and each piece of text takes its own off the
-//! front: a token belongs to the piece that shows its first byte.
+//! front: a token belongs to the piece that shows its first byte. Of several bytes that became one U+FFFD, the first
+//! does.
 
 use std::collections::VecDeque;
 
@@ -23,6 +24,8 @@ struct Waiting {
 #[derive(Debug, Default)]
 pub(super) struct Aligner {
     waiting: VecDeque<Waiting>,
+    /// Places of tokens that nobody will ask for: they show nothing.
+    pub passed: Vec<usize>,
 }
 
 const REPLACEMENT: &[u8] = "\u{fffd}".as_bytes();
@@ -33,6 +36,11 @@ impl Aligner {
         let mut bytes = Vec::new();
         let _ = tokenizer.append_bytes(token, &mut bytes);
         self.waiting.push_back(Waiting { index, bytes, shown: 0, special: tokenizer.is_special(token) });
+    }
+
+    /// Nothing that came so far will be shown any more.
+    pub fn pass(&mut self) {
+        self.passed.extend(self.waiting.drain(..).filter(|w| w.shown == 0).map(|w| w.index));
     }
 
     /// Takes the tokens of a text off the queue: where in the text each begins, and its place in the reply. Tokens that
@@ -46,6 +54,7 @@ impl Aligner {
             let rest = &text[at..];
             let own = &front.bytes[front.shown..];
             let first = front.shown == 0;
+            let before = taken.len();
             if !own.is_empty() && rest.starts_with(own) {
                 if first {
                     taken.push((at, front.index));
@@ -62,14 +71,15 @@ impl Aligner {
                 // Outside of calls the quote token is shown as a quote.
                 taken.push((at, front.index));
                 at += 1;
-            } else if !front.special && std::str::from_utf8(own).is_err() {
-                // A byte that became no character, or became one together with its neighbours.
+            } else if !front.special && rest.starts_with(REPLACEMENT) && std::str::from_utf8(own).is_err() {
+                // A byte that became no character.
                 if first {
                     taken.push((at, front.index));
                 }
-                if rest.starts_with(REPLACEMENT) {
-                    at += REPLACEMENT.len();
-                }
+                at += REPLACEMENT.len();
+            }
+            if first && taken.len() == before {
+                self.passed.push(front.index);
             }
             self.waiting.pop_front();
         }
@@ -89,7 +99,7 @@ mod tests {
             shown: 0,
             special: *special,
         });
-        Aligner { waiting: waiting.collect() }
+        Aligner { waiting: waiting.collect(), passed: Vec::new() }
     }
 
     #[test]
@@ -98,6 +108,7 @@ mod tests {
         assert_eq!(a.take("abc"), [(0, 0), (2, 2)]);
         assert_eq!(a.take("de"), [(1, 3)]);
         assert_eq!(a.take("z"), []);
+        assert_eq!(a.passed, [1]);
     }
 
     #[test]
@@ -105,7 +116,8 @@ mod tests {
         let mut a = waiting(&[(b"\xf0", false), (b"\x9f", false), (b"\x98\x80", false), (b"!", false)]);
         assert_eq!(a.take("\u{1f600}!"), [(0, 0), (1, 1), (2, 2), (4, 3)]);
         let mut a = waiting(&[(b"\xf0", false), (b"\x9f", false), (b"ok", false)]);
-        assert_eq!(a.take("\u{fffd}ok"), [(0, 0), (3, 1), (3, 2)]);
+        assert_eq!(a.take("\u{fffd}ok"), [(0, 0), (3, 2)]);
+        assert_eq!(a.passed, [1]);
     }
 
     #[test]

@@ -13,6 +13,7 @@ mod error;
 mod event;
 mod guide;
 mod job;
+mod origin;
 mod pipeline;
 mod reply;
 mod request;
@@ -36,8 +37,8 @@ use job::Job;
 pub use engine::{Cancel, TokenEngine};
 pub use error::RequestError;
 pub use event::{FinishKind, ServiceEvent, ServiceUsage, TokenLogprob, TopLogprob};
-pub use lapidary_engine::PrefixOptions;
 pub use lapidary_engine::metrics::{EngineStats, Histogram, PageUse};
+pub use lapidary_engine::{PrefixDir, PrefixOptions};
 pub use reply::{Reply, WholeReply};
 pub use request::{
     Bos, ChatRequest, CompletionPrompt, CompletionRequest, Format, GenerationParams, Markers, ParallelCalls,
@@ -67,7 +68,7 @@ pub struct ServiceOptions {
     pub waiting: usize,
     /// Running replies get a token at least that often while prompts are fed.
     pub max_stall: Duration,
-    /// What is kept of earlier requests.
+    /// What is kept of earlier requests. A folder without a name for the model gets one from the weights' content.
     pub prefix: PrefixOptions,
 }
 
@@ -164,6 +165,9 @@ impl Service {
         if engine.prefix.turn_tokens.is_empty() {
             // Conversations part where a turn begins.
             engine.prefix.turn_tokens.extend(text.tokenizer.specials().turn_open);
+        }
+        if let Some(dir) = engine.prefix.dir.as_mut().filter(|dir| dir.model.is_empty()) {
+            dir.model = origin::origin(checkpoint, &runner.model().config, &load);
         }
         let engine = Engine::start(runner, engine)?;
         Ok(Service::assemble(Box::new(engine), text, options, checkpoint.path()))

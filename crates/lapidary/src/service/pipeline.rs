@@ -103,8 +103,14 @@ impl Pipeline {
             Reader::Chat(parser) => {
                 let events = parser.push(token)?;
                 self.reasoning_tokens += usize::from(thinking && parser.in_thought());
+                let settled =
+                    self.tokenizer.is_special(token) && !parser.in_call() && parser.undecided().is_empty();
                 self.take(events);
                 self.look_ahead();
+                // Behind a marker everything before it is known to be text, thought or call, unless it is held still.
+                if let Some(logprobs) = self.logprobs.as_mut().filter(|_| settled) {
+                    logprobs.aligner.pass();
+                }
             }
         }
         Ok(())
@@ -313,9 +319,8 @@ impl Pipeline {
     fn reported(&mut self, tokens: &[usize]) -> Vec<TokenLogprob> {
         let Some(logprobs) = &mut self.logprobs else { return Vec::new() };
         let sampled: Vec<Sampled> = tokens.iter().filter_map(|i| logprobs.sampled.remove(i)).collect();
-        if let Some(last) = tokens.last() {
-            // What lies before was markers and labels, which nobody asks for any more.
-            logprobs.sampled.retain(|i, _| i > last);
+        for i in logprobs.aligner.passed.drain(..) {
+            logprobs.sampled.remove(&i);
         }
         sampled.into_iter().filter_map(|s| token_logprob(&self.tokenizer, s)).collect()
     }

@@ -252,6 +252,8 @@ fn perform(
             Some(Ok(Allowed::Mask(mask))) => (None, Some(mask)),
             Some(Err(error)) => break EngineFinish::Failed(FailureKind::Guide(error.0)),
         };
+        let left = without(mask, &request.sampling.suppress);
+        let mask = left.as_ref().or(mask);
         let Some(token) = forced.or_else(|| speaker.next(mask)) else { break EngineFinish::Length };
         if forced.is_none() && mask.is_some_and(|mask| !mask.allows(token)) {
             break EngineFinish::Failed(FailureKind::Guide(format!(
@@ -284,4 +286,20 @@ fn perform(
     };
     usage.total = start.elapsed();
     request.sink.event(EngineEvent::Finished { reason, usage });
+}
+
+/// The mask without the suppressed tokens; none when there are none.
+fn without(mask: Option<&TokenMask>, suppress: &[u32]) -> Option<TokenMask> {
+    let largest = *suppress.iter().max()?;
+    let mut left = match mask {
+        Some(mask) => mask.clone(),
+        // Wide enough for any vocabulary that has these tokens.
+        None => TokenMask::from_words(vec![u32::MAX; (largest as usize + 1).div_ceil(32).max(1 << 13)]),
+    };
+    for token in suppress {
+        if let Some(word) = left.words_mut().get_mut(*token as usize / 32) {
+            *word &= !(1 << (token % 32));
+        }
+    }
+    Some(left)
 }

@@ -1,20 +1,22 @@
 //! The activations of a prompt in a file: what a model is held against.
 //!
-//! A safetensors file with `tokens [T]`, `embed [T, H]`, `hidden.N [T, H]` for every layer and `logits [T, V]`, as
-//! `lapidary dump --layers all --also embed` writes it, or the script for transformers that comes with the project. Its
+//! A safetensors file with `input_ids [T]`, `embed [T, H]`, `hidden.N [T, H]` for every layer and `logits [T, V]`, as
+//! `lapidary dump --layers all --also embed` writes it, or `scripts/reference/dump.py` from the published implementation. Its
 //! metadata may say which formats the weights were in; without it they count as bf16.
 
 use std::collections::BTreeMap;
 use std::path::Path;
 
 use lapidary_engine::{Prompt, Stepper};
-use lapidary_formats::Format;
-use lapidary_weights::safetensors::{Dtype, File, NewTensor, write};
+use lapidary_formats::{Format, decode_row, encode_rows};
+use lapidary_weights::safetensors::{Dtype, NewTensor, write};
 use lapidary_weights::{Checkpoint, LayerRole, Role};
 use serde_json::{Value, json};
 
 use super::VerifyError;
 use crate::capture::{Captured, Values, Wanted, capture};
+use crate::convert::EncodingError;
+use crate::eval::DumpFile;
 
 /// The metadata key that holds the formats.
 const FORMATS: &str = "lapidary.formats";
@@ -75,14 +77,13 @@ pub fn typical_loss(format: Format) -> f64 {
         .map(|_| (0..12).map(|_| uniform()).sum::<f64>() as f32 - 6.0)
         .map(|v| 0.02 * v)
         .collect();
-    let Ok(encoded) = lapidary_formats::encode_rows(format, &values, ROWS, COLS) else { return 0.0 };
-    let (view, mut back, mut loss) =
-        (encoded.view("typical"), vec![0.0; COLS], lapidary_formats::Loss::default());
+    let Ok(encoded) = encode_rows(format, &values, ROWS, COLS) else { return 0.0 };
+    let (view, mut back, mut loss) = (encoded.view("typical"), vec![0.0; COLS], EncodingError::default());
     for (row, values) in values.chunks_exact(COLS).enumerate() {
-        lapidary_formats::decode_row(&view, row, &mut back);
+        decode_row(&view, row, &mut back);
         loss.add(values, &back);
     }
-    loss.relative()
+    loss.relative_rms()
 }
 
 /// A prompt's activations.
@@ -132,33 +133,23 @@ impl Dump {
     /// # Errors
     /// A file that cannot be read, or lacks a tensor, or is of another model's shape; values that are not finite.
     pub fn read(path: &Path, layers: usize, width: usize, vocab: usize) -> Result<Dump, VerifyError> {
-        let file = File::open(path)?;
+        let file = DumpFile::open(path, None)?;
         let bad = |tensor: &str, problem: String| VerifyError::Dump {
             path: path.to_owned(),
             tensor: tensor.to_owned(),
             problem,
         };
-        let entry = |name: &str| file.find(name).ok_or_else(|| bad(name, "is missing".to_owned()));
-        let tokens = entry("tokens")?;
-        if tokens.dtype != Dtype::I64 || tokens.shape.len() != 1 || tokens.shape[0] == 0 {
-            return Err(bad(
-                "tokens",
-                format!("is {} of shape {:?}; expected I64 of shape [T]", tokens.dtype, tokens.shape),
-            ));
+        let tokens = file.ids().to_vec();
+        if let Some(id) = tokens.iter().find(|&&id| id as usize >= vocab) {
+            return Err(bad("input_ids", format!("holds {id}, the vocabulary has {vocab}")));
         }
-        let ids = file.bytes(tokens).as_chunks::<8>().0.iter().map(|b| i64::from_le_bytes(*b));
-        let tokens = ids
-            .map(|id| u32::try_from(id).ok().filter(|id| (*id as usize) < vocab).ok_or(id))
-            .collect::<Result<Vec<u32>, i64>>()
-            .map_err(|id| bad("tokens", format!("holds {id}, the vocabulary has {vocab}")))?;
         let floats = |name: &str, width: usize| -> Result<Vec<f32>, VerifyError> {
-            let e = entry(name)?;
-            if e.dtype != Dtype::F32 || e.shape != [tokens.len(), width] {
-                let expected = format!("F32 of shape [{}, {width}]", tokens.len());
-                return Err(bad(name, format!("is {} of shape {:?}; expected {expected}", e.dtype, e.shape)));
+            let view = file.matrix(name)?;
+            if view.cols != width {
+                return Err(bad(name, format!("is {} wide, the model {width}", view.cols)));
             }
-            let values: Vec<f32> =
-                file.bytes(e).as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
+            let mut values = vec![0.0; view.rows * width];
+            values.chunks_exact_mut(width).enumerate().for_each(|(row, out)| decode_row(&view, row, out));
             match values.iter().position(|v| !v.is_finite()) {
                 Some(i) => Err(bad(name, format!("value {i} is {}", values[i]))),
                 None => Ok(values),
@@ -166,11 +157,9 @@ impl Dump {
         };
         let hidden =
             (0..layers).map(|n| floats(&format!("hidden.{n}"), width)).collect::<Result<Vec<_>, _>>()?;
-        if file.find(&format!("hidden.{layers}")).is_some() {
-            return Err(bad(
-                &format!("hidden.{layers}"),
-                format!("is there, but the model has {layers} layers"),
-            ));
+        let more = format!("hidden.{layers}");
+        if file.has(&more) {
+            return Err(bad(&more, format!("is there, but the model has {layers} layers")));
         }
         let formats = match file.metadata().get(FORMATS) {
             None => Formats { embed: Format::Bf16, head: Format::Bf16, layers: vec![Format::Bf16; layers] },
@@ -200,7 +189,7 @@ impl Dump {
         list.extend(self.hidden.iter().enumerate().map(|(n, v)| (format!("hidden.{n}"), bytes(v))));
         list.push(("logits".into(), bytes(&self.logits)));
         let mut tensors =
-            vec![NewTensor { name: "tokens".into(), dtype: Dtype::I64, shape: vec![rows], bytes: &ids }];
+            vec![NewTensor { name: "input_ids".into(), dtype: Dtype::I64, shape: vec![rows], bytes: &ids }];
         tensors.extend(list.iter().map(|(name, bytes)| NewTensor {
             name: name.clone(),
             dtype: Dtype::F32,

@@ -175,7 +175,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
             measured.push(Measured { threads, test, rates, profile });
         }
         drop(stepper);
-        // A shared machine's memory is faster at one time than at another: the limit is the best that was seen.
+        // A shared machine's memory is faster at one time than at another: the limit is the better one that was seen.
         let after = read_bandwidth(threads);
         let best = if after.bytes_per_second > before.bytes_per_second { after } else { before };
         memory.entry(threads).or_insert(best);
