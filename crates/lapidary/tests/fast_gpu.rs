@@ -1,7 +1,9 @@
 //! The GPU's fast mode against its float32 mode: models of real widths and few layers, random weights.
 //!
 //! An input rounded to bf16 is off by 2^-9 at most, 1.1e-3 in the mean square; a layer rounds six times or so, and what
-//! it adds is a part of the residual. Limits are twice what an H200 showed on 2026-11-30.
+//! it adds is a part of the residual. Limits are twice what an H200 showed on 2026-11-30, but for routed experts: where
+//! the last chosen and the first passed over are nearly equal, rounding may exchange them, and the last of eight weighs
+//! up to an eighth of a branch that is half of a layer.
 #![cfg(feature = "cuda")]
 
 mod common;
@@ -106,7 +108,7 @@ fn dense_31b_bf16() {
 
 #[test]
 fn routed_26b() {
-    check(Size::Moe26b, Mix::Q4_0, 2, 0.009);
+    check(Size::Moe26b, Mix::Q4_0, 2, 0.06);
 }
 
 #[test]
