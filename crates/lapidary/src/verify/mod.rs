@@ -190,7 +190,7 @@ pub fn verify(
     let rounded_scale = if same_program { 0.0 } else { 1.0 / 256.0 };
     Ok(Report {
         embed: check(
-            &own.embed,
+            &embed,
             &dump.embed,
             width,
             allowed(formats.embed, dump.formats.embed, 1.5) + rounded_scale,
