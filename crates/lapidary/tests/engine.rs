@@ -776,7 +776,9 @@ fn every_pair_of_features_gives_what_each_request_gives_alone() {
             let expected: Vec<Reply> =
                 featured(&on, vocab, hidden).into_iter().map(|request| run(&lonely, request)).collect();
             if has(Feature::Warm) {
-                featured(&on, vocab, hidden).into_iter().for_each(|request| drop(run(&engine, request)));
+                // The first comes last, so that what it left is there when it comes again.
+                let warming = featured(&on, vocab, hidden).into_iter().rev();
+                warming.for_each(|request| drop(run(&engine, request)));
             }
             let pending: Vec<_> =
                 featured(&on, vocab, hidden).into_iter().map(|request| submit(&engine, request)).collect();
@@ -801,7 +803,9 @@ fn every_pair_of_features_gives_what_each_request_gives_alone() {
             drained(&engine);
             let stats = engine.stats().scheduler;
             preempted += stats.preemptions;
-            assert!(!has(Feature::Warm) || stats.prefix.hits > 0, "{on:?}: {:?}", stats.prefix);
+            // Few pages hold one of the four requests at a time.
+            let warm = has(Feature::Warm) && !has(Feature::FewPages);
+            assert!(!warm || stats.prefix.hits > 0, "{on:?}: {:?}", stats.prefix);
         }
     }
     assert!(preempted > 5, "{preempted} pre-emptions");

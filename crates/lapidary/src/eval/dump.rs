@@ -114,10 +114,7 @@ impl DumpFile {
 
 fn ids(file: &File, entry: &Entry) -> Result<Vec<u32>, String> {
     // Some writers keep a batch of one.
-    let one = match entry.shape[..] {
-        [_] | [1, _] => true,
-        _ => false,
-    };
+    let one = matches!(entry.shape[..], [_] | [1, _]);
     if entry.dtype != Dtype::I64 || !one {
         return Err(format!(
             "input_ids is {} of shape {:?}, expected I64 of shape [T]",
