@@ -113,10 +113,9 @@ fn ragged_batches_give_each_request_its_own_rows() {
                 let first_row = b.tokens.len();
                 let pages = prompt.len().div_ceil(32);
                 let mut tables = [lapidary_ops::PageTable::default(); 2];
-                for g in 0..2 {
-                    tables[g] =
-                        lapidary_ops::PageTable { start: b.pages[g].len(), count: pages, first_block: 0 };
-                    b.pages[g].extend((0..pages).map(|p| (1 + 8 * i + p) as i32));
+                for (table, list) in tables.iter_mut().zip(&mut b.pages) {
+                    *table = lapidary_ops::PageTable { start: list.len(), count: pages, first_block: 0 };
+                    list.extend((0..pages).map(|p| (1 + 8 * i + p) as i32));
                 }
                 for (position, &token) in prompt.iter().enumerate() {
                     b.tokens.push(token as i32);

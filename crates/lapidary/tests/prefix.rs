@@ -301,7 +301,7 @@ fn random_conversations_on_small_pools_give_what_cold_runs_give() {
                 })
                 .collect();
             for (i, (pending, (prompt, most))) in pending.into_iter().zip(requests).enumerate() {
-                if random.next() % 5 == 0 {
+                if random.next().is_multiple_of(5) {
                     pending.ticket.cancel();
                 }
                 let reply = pending.wait();

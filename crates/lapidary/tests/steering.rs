@@ -253,7 +253,8 @@ fn sets_that_do_not_fit_are_refused_by_name_and_change_nothing() {
         s.set_steering(Some(&good)).unwrap();
         s.prefill(&prompt).unwrap();
         let before = logits(&mut s);
-        let broken: Vec<(&str, Box<dyn Fn(&mut SteerSet)>)> = vec![
+        type Break = Box<dyn Fn(&mut SteerSet)>;
+        let broken: Vec<(&str, Break)> = vec![
             ("names layer 99", Box::new(|set| set.edits[4].layer = 99)),
             ("ascend by layer", Box::new(|set| set.edits.reverse())),
             ("values, the model is", Box::new(|set| set.edits[0].unit = vec![1.0; 3].into())),
