@@ -121,7 +121,6 @@ unsafe fn run<S: Lanes, K: Kind>(tile: *const u8, tiles: usize, x: QuantRows<'_>
 /// # Safety
 /// As for [`Kernel`]; x has M rows, and the tiles are there.
 #[inline(always)]
-#[allow(clippy::needless_range_loop, reason = "rows and tiles index several arrays at once")]
 unsafe fn few<S: Lanes, K: Kind, const M: usize, const T: usize>(
     tile: *const u8,
     x: QuantRows<'_>,
@@ -258,7 +257,6 @@ unsafe fn weights<S: Lanes, K: Kind>(codes: *const u8) -> [S::B; 8] {
 /// # Safety
 /// The level's features; x has these rows and this block; `acc` has M sums.
 #[inline(always)]
-#[allow(clippy::needless_range_loop, reason = "rows and tiles index several arrays at once")]
 unsafe fn block<S: Lanes, K: Kind, const M: usize>(
     w: &[S::B; 8],
     f: &Factors<S>,
