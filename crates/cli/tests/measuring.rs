@@ -23,6 +23,20 @@ fn bench_starts_tests_at_a_depth_and_runs_every_layer_when_asked() {
 }
 
 #[test]
+fn bench_lets_sequences_write_side_by_side() {
+    let model = golden("e2b");
+    let mut args = vec!["bench", "-m", model.to_str().unwrap(), "--compute", "f32", "--json"];
+    // More sequences than tokens, and after a depth.
+    args.extend(["-p", "0", "-n", "3", "-d", "0,37", "--batch", "1,5", "-t", "1", "-r", "1"]);
+    let report = json(&lapidary(&args).ok());
+    let tests = report["tests"].as_array().unwrap();
+    let names: Vec<_> = tests.iter().map(|t| t["test"].as_str().unwrap()).collect();
+    assert_eq!(names, ["tg3", "tg3 x5", "tg3 @ d37", "tg3 x5 @ d37"]);
+    assert!(tests.iter().all(|t| t["tokens_per_second"].as_f64().unwrap() > 0.0));
+    assert!(tests[1].get("share_of_limit").is_none(), "one sequence's limit is not that of five");
+}
+
+#[test]
 fn synth_writes_headers_that_inspect_reads_and_refuses_what_no_model_has() {
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().join("cut.gguf");

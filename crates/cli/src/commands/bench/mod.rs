@@ -140,7 +140,8 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     let longest = args.prompt.iter().chain(&args.generate).copied().max().unwrap_or(0) as usize;
     let deepest = args.depth.iter().copied().max().unwrap_or(0) as usize;
     let mut options = args.device.options(args.compute.compute);
-    options.context = Some(deepest + longest + 1);
+    // A batch has no more rows than the context has positions.
+    options.context = Some((deepest + longest + 1).max(most_sequences));
     options.chunk = (args.chunk as usize).max(most_sequences);
     options.head_rows = options.head_rows.max(most_sequences);
     let plan = load::plan(&checkpoint, &config, &options);
