@@ -130,7 +130,7 @@ fn captures_traces_and_times_change_no_word_of_an_answer() {
         assert_eq!(file.find(&format!("router_idx.{layer}")).unwrap().dtype, Dtype::I64);
     }
     assert!(file.find("hidden.1").is_none());
-    let rows = ran.err.lines().filter(|l| l.contains(" %  ")).count();
+    let rows = ran.err.lines().filter(|l| l.contains(" %  ") && l.contains("\"▁")).count();
     assert_eq!(rows, 12, "a row for each token: {}", ran.err);
     assert!(
         ran.err.contains("decode: 12 steps of 1.0 rows") && ran.err.contains("not accounted for"),

@@ -116,7 +116,7 @@ impl Stepper {
             b.spans.extend((0..rows).map(|row| RowSpan { first_row: row, rows: 1, tables: [table; 2] }));
             let shape = BatchShape { layers: (0, 0), ..b.shape(layers, TailRows::All) };
             self.logit_rows = 0;
-            self.runner.run(&b, &shape)?;
+            self.runner.aside(|runner| runner.run(&b, &shape))?;
             self.runner.backend().read(act, rows, &mut values)?;
             values.chunks_exact(vocab).enumerate().for_each(|(i, row)| sink(first + i, row));
             first += rows;

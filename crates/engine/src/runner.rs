@@ -162,6 +162,14 @@ impl Runner {
         Ok(())
     }
 
+    /// Runs passes that are no steps of anybody's: the profile doesn't count them, and their time falls between two steps.
+    pub(crate) fn aside<T>(&mut self, passes: impl FnOnce(&mut Runner) -> T) -> T {
+        let profiler = self.profiler.take();
+        let result = passes(self);
+        self.profiler = profiler;
+        result
+    }
+
     /// Ends the profile; `None` where none was on.
     pub fn take_profile(&mut self) -> Option<Profile> {
         let profile = self.profiler.take().map(Profiler::finish);
