@@ -79,6 +79,9 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     results = []
+    if not options.json:
+        print("| server | streams | output tokens/s | first token p50 / p99, ms | between tokens p50 / p99, ms | completed |")
+        print("| --- | --- | --- | --- | --- | --- |")
     for streams in map(int, options.streams.split(",")):
         for name, url, command in servers(options, streams):
             if options.only not in (None, name):
@@ -88,21 +91,23 @@ def main() -> None:
                 wait(url, process)
                 bench(options, url, streams, streams, 99)
                 figures = bench(options, url, streams, streams * options.requests, 1)
-                results.append({"server": name, "streams": streams, **figures})
             finally:
                 process.send_signal(signal.SIGTERM)
                 process.wait(60)
+            results.append({"server": name, "streams": streams, **figures})
+            if not options.json:
+                # As they come: a long run that is cut has told something.
+                print(row(results[-1]), flush=True)
     if options.json:
         print(json.dumps(results, indent=1))
-        return
-    print("| server | streams | output tokens/s | first token p50 / p99, ms | between tokens p50 / p99, ms | completed |")
-    print("| --- | --- | --- | --- | --- | --- |")
-    for r in results:
-        first, gap = r["first_token_ms"], r["inter_token_ms"]
-        print(
-            f"| {r['server']} | {r['streams']} | {r['output_tokens_per_s']:.1f} | {first['p50']:.0f} / {first['p99']:.0f} | "
-            f"{gap['p50']:.1f} / {gap['p99']:.1f} | {r['completed']} of {r['requests']} |"
-        )
+
+
+def row(r: dict) -> str:
+    first, gap = r["first_token_ms"], r["inter_token_ms"]
+    return (
+        f"| {r['server']} | {r['streams']} | {r['output_tokens_per_s']:.1f} | {first['p50']:.0f} / {first['p99']:.0f} | "
+        f"{gap['p50']:.1f} / {gap['p99']:.1f} | {r['completed']} of {r['requests']} |"
+    )
 
 
 if __name__ == "__main__":

@@ -132,7 +132,9 @@ fn of_device(error: &lapidary_ops::Error) -> Option<&'static str> {
     match error {
         OutOfMemory { .. } => Some("lower --ctx, or take a smaller quantisation"),
         Tensor { .. } => Some("the file is damaged, fetch it again"),
-        Unsupported { .. } => Some("leave out --level, --compute and --kv to get what this machine can do"),
+        Unsupported { .. } => {
+            Some("leave out --device, --level, --compute and --kv to get what this machine can do")
+        }
         _ => None,
     }
 }

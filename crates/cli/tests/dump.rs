@@ -105,7 +105,7 @@ fn the_scale_is_rounded_for_bf16_unless_asked_otherwise() {
         let file = dump("unified12b", &ids(&g, "input_ids"), &out, flags);
         let (_, logits) = floats(&file, "logits");
         assert_close(name, &compare(&logits, &g.f32(name).unwrap().values), LOGITS);
-        assert_eq!(file.entries().len(), 1, "without --layers there are logits only");
+        assert_eq!(file.entries().len(), 2, "without --layers there are ids and logits only");
     }
 }
 

@@ -204,7 +204,7 @@ fn wrong_usage_is_code_2() {
         &["run", "--ctx", "0", "x"],
         &["run", "--threads", "0", "x"],
         &["run", "--kv", "q4", "x"],
-        &["run", "--device", "cuda", "x"],
+        &["run", "--device", "tpu", "x"],
         &["run", "--raw", "--system", "s", "x"],
         &["inspect"],
         &["bench", "-t", "0"],

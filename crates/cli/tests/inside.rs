@@ -18,8 +18,7 @@ fn run(args: &[&str]) -> Ran {
 
 /// A story from the built-in model, always the same.
 fn story(more: &[&str]) -> Ran {
-    let plain =
-        ["run", "Once upon a time there was a", "-n", "12", "--seed", "3", "--temperature", "1", "-t", "2"];
+    let plain = ["run", "--raw", "Once upon a time there was a", "-n", "12", "--greedy", "-t", "2"];
     run(&[&plain[..], more].concat())
 }
 
@@ -30,13 +29,24 @@ fn a_vector_is_fitted_shown_and_used() {
         ["owl.txt", "fox.txt", "v.gguf", "v.safetensors"].map(|f| folder.path().join(f));
     let prompts = |animal: &str| {
         let starts =
-            ["Once upon a time there was a", "One sunny day, a little", "Ivy was a brave", "A\\n\\nB"];
+            ["Once upon a time there was a", "One sunny day, a little", "Ivy was a brave", "Dan was a happy"];
         starts.map(|s| format!("{s} {animal}\n")).concat()
     };
     std::fs::write(&owl, prompts("owl")).unwrap();
     std::fs::write(&fox, prompts("fox")).unwrap();
-    let fit =
-        ["steer", "fit", "--with", text(&owl), "--without", text(&fox), "--layers", "1-4", "-o", text(&gguf)];
+    let fit = [
+        "steer",
+        "fit",
+        "--raw",
+        "--with",
+        text(&owl),
+        "--without",
+        text(&fox),
+        "--layers",
+        "1-4",
+        "-o",
+        text(&gguf),
+    ];
     let table = run(&[&fit[..], &["-o", text(&st)]].concat()).ok();
     assert!(table.lines().count() == 5 && table.contains("100.0 %"), "{table}");
     let figures = json(&run(&[&fit[..], &["--pca", "--json"]].concat()).ok());
@@ -83,11 +93,11 @@ fn a_vector_is_fitted_shown_and_used() {
         .failure();
     assert!(error.contains("256 values wide"), "{error}");
     let mut same = fit.to_vec();
-    same[5] = text(&owl);
+    same[6] = text(&owl);
     assert!(run(&same).failure().contains("do not differ"));
-    same[5] = "/nonexistent.txt";
+    same[6] = "/nonexistent.txt";
     assert!(run(&same).failure().contains("nonexistent"));
-    let first = [&fit[..6], &["--layers", "0-1", "-o", text(&gguf)]].concat();
+    let first = [&fit[..7], &["--layers", "0-1", "-o", text(&gguf)]].concat();
     assert!(run(&first).failure().contains("layer 0"));
 }
 

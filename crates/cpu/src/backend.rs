@@ -247,7 +247,7 @@ impl Backend for CpuBackend {
             best,
             clock: self.timings.then(|| (Instant::now(), Mutex::default())),
             steer_sets: &self.steer_sets,
-            projections: (0..sync.workers()).map(|_| Mutex::default()).collect(),
+            projections: (0..self.team.workers()).map(|_| Mutex::default()).collect(),
         };
         let scratch = &self.scratch;
         self.team.run(&|worker| {

@@ -36,12 +36,15 @@ pub(crate) struct Pass<'a> {
     /// By worker: the best of its columns for each row of [`argmax`](lapidary_ops::Ops::argmax).
     pub best: Vec<Mutex<Vec<Best>>>,
     /// When the pass began, and the marks of worker 0 since then, where times are wanted.
-    pub clock: Option<(Instant, Mutex<Vec<(Phase, Duration)>>)>,
+    pub clock: Option<Clock>,
     /// The steering sets that the device holds.
     pub steer_sets: &'a [Option<SteerSet>],
     /// By worker: row of the batch, edit and projection of what was steered.
     pub projections: Vec<Mutex<Vec<(usize, usize, f32)>>>,
 }
+
+/// When a pass began, and its marks by their time since then.
+pub(crate) type Clock = (Instant, Mutex<Vec<(Phase, Duration)>>);
 
 impl<'a> Pass<'a> {
     pub fn act(&self, act: Act) -> &'a Buffer {

@@ -138,6 +138,39 @@ impl Stepper {
         self.sublayer(layer, x, &move |s, m, _| lapidary_model::forward::attention_sublayer(s, m, layer))
     }
 
+    /// The scaled embeddings of `tokens`, `[tokens, hidden]`. No sequence moves.
+    ///
+    /// # Errors
+    /// `EmptyPrompt`, `Token`, `TooManyRows`.
+    pub fn embedding(&mut self, tokens: &[u32]) -> Result<Vec<f32>> {
+        let config = &self.model().config;
+        tokens.iter().try_for_each(|&token| check_token(config, token))?;
+        let ids: Vec<i32> = tokens.iter().map(|&token| config.lookup_id(token) as i32).collect();
+        if ids.is_empty() {
+            return Err(Error::EmptyPrompt);
+        }
+        let rows = ids.len();
+        let layers = config.layers.len();
+        let table = PageTable { start: 0, count: 1, first_block: 0 };
+        let b = Batch {
+            per_layer_tokens: ids.clone(),
+            tokens: ids,
+            positions: vec![0; rows],
+            visible_to: [vec![1; rows], vec![1; rows]],
+            // Page 0 is nobody's, and no layer runs.
+            pages: [vec![0], vec![0]],
+            spans: (0..rows).map(|row| RowSpan { first_row: row, rows: 1, tables: [table; 2] }).collect(),
+            ..Batch::default()
+        };
+        let shape = BatchShape { layers: (0, 0), ..b.shape(layers, TailRows::All) };
+        let program = |s: &mut dyn Ops, m: &Model, _: &BatchShape| s.embed(m.acts.x, m.embed, m.embed_scale);
+        self.runner.run_program(&b, &shape, &program)?;
+        let act = self.model().acts.x;
+        let mut out = Vec::new();
+        self.runner.backend().read(act, rows, &mut out)?;
+        Ok(out)
+    }
+
     /// Runs `layer` alone on the residual rows `hidden`, `[tokens, hidden]`, at positions 0 on, and returns the rows
     /// after it, its scalar included. What a layer of another model, or of another arithmetic, was given can thus be
     /// given to this one. The single sequence is reset; a KV-sharing layer reads what its donor's last such run wrote,

@@ -1,7 +1,9 @@
 //! The GPU's fast mode against its float32 mode: models of real widths and few layers, random weights.
 //!
 //! An input rounded to bf16 is off by 2^-9 at most, 1.1e-3 in the mean square; a layer rounds six times or so, and what
-//! it adds is a part of the residual. Limits are twice what an H200 showed on 2026-11-30.
+//! it adds is a part of the residual. Limits are twice what an H200 showed on 2026-11-30, but for routed experts: where
+//! the last chosen and the first passed over are nearly equal, rounding may exchange them, and the last of eight weighs
+//! up to an eighth of a branch that is half of a layer.
 #![cfg(feature = "cuda")]
 
 mod common;
@@ -12,13 +14,20 @@ use lapidary::synth::{Mix, Size, SynthOptions, write};
 use lapidary::{Checkpoint, Compute, Device, LoadOptions, Stepper, load_stepper};
 use lapidary_reference::compare;
 
-const CONTEXT: usize = 160;
+const CONTEXT: usize = 200;
+
+/// Rows of a prompt's batch: more than the kernels for few rows are used for.
+const CHUNK: usize = 96;
+
+/// Sequences decoded together: more than one tile of sixteen, and not a whole number of them.
+const SLOTS: usize = 19;
 
 fn load(path: &Path, compute: Compute) -> Stepper {
     let checkpoint = Checkpoint::open(path).expect("the file opens");
     let options = LoadOptions {
         context: Some(CONTEXT),
-        chunk: 64,
+        chunk: CHUNK,
+        head_rows: SLOTS,
         compute,
         device: Device::Cuda { ordinal: 0 },
         ..LoadOptions::default()
@@ -53,7 +62,7 @@ fn check(size: Size, mix: Mix, layers: usize, limit: f64) {
     let options = SynthOptions { layers: Some(layers), seed: 7, ..SynthOptions::default() };
     write(size, mix, &path, &options, &mut |_, _| {}).expect("the file is written");
     let what = format!("{} {} {layers} layers", size.name(), mix.name());
-    let prompt: Vec<u32> = (0..70).map(|i| (i * 7919 + 11) % 262_144).collect();
+    let prompt: Vec<u32> = (0..110).map(|i| (i * 7919 + 11) % 262_144).collect();
     let given: Vec<u32> = (0..6).map(|i| (i * 104_729 + 5) % 262_144).collect();
     let expected = run(&mut load(&path, Compute::F32), &prompt, &given);
     let mut fast = load(&path, Compute::Fast);
@@ -68,22 +77,22 @@ fn check(size: Size, mix: Mix, layers: usize, limit: f64) {
     let bits = |runs: &[Vec<f32>]| runs.iter().flatten().map(|v| v.to_bits()).collect::<Vec<_>>();
     assert!(bits(&again) == bits(&found), "{what}: two runs differ");
     // Slots, decoded together: near what each is alone.
-    fast.alloc_slots(5, CONTEXT).expect("slots fit");
-    let mut cursors = Vec::new();
-    for slot in 0..5 {
-        fast.prefill_slot(slot, &prompt[..20 + 10 * slot]).expect("the prompt runs");
-        cursors.push(20 + 10 * slot);
+    fast.alloc_slots(SLOTS, CONTEXT).expect("slots fit");
+    let length = |slot: usize| 20 + 3 * slot;
+    for slot in 0..SLOTS {
+        fast.prefill_slot(slot, &prompt[..length(slot)]).expect("the prompt runs");
     }
-    let mut out = vec![0; 5];
+    let (slots, mut out) = ((0..SLOTS).collect::<Vec<_>>(), vec![0; SLOTS]);
     for step in 0..4 {
-        let at: Vec<usize> = cursors.iter().map(|c| c + step).collect();
-        fast.decode_batch(&[given[step]; 5], &at, &[0, 1, 2, 3, 4], &mut out).expect("the batch runs");
+        let at: Vec<usize> = slots.iter().map(|&slot| length(slot) + step).collect();
+        fast.decode_batch(&[given[step]; SLOTS], &at, &slots, &mut out).expect("the batch runs");
     }
     let mut row = vec![0.0; fast.model().config.vocab];
-    fast.logits_row_into(3, &mut row).expect("there are five rows");
-    let alone = run(&mut fast, &prompt[..50], &given[..4]);
+    let watched = 17;
+    fast.logits_row_into(watched, &mut row).expect("there are as many rows");
+    let alone = run(&mut fast, &prompt[..length(watched)], &given[..4]);
     let report = compare(&row, &alone[4]);
-    println!("{what} slot 3 of 5 against alone: {report}");
+    println!("{what} one slot of many against alone: {report}");
     assert!(report.finite && report.rel_rms <= limit, "{what}: {report}");
 }
 
@@ -99,7 +108,7 @@ fn dense_31b_bf16() {
 
 #[test]
 fn routed_26b() {
-    check(Size::Moe26b, Mix::Q4_0, 2, 0.009);
+    check(Size::Moe26b, Mix::Q4_0, 2, 0.06);
 }
 
 #[test]

@@ -34,9 +34,9 @@ pub enum Command {
 /// a prompt a line; \n in a line stands for a line break.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example, with the built-in model:\n  \
-printf 'a story about an owl\\nthe owl\\n' > owl.txt; printf 'a story about a fox\\nthe fox\\n' > fox.txt\n  \
-lapidary steer fit --with owl.txt --without fox.txt --layers 1-3 -o owl.gguf\n  \
-lapidary run \"Once upon a time there was a\" --steer file=owl.gguf,strength=2")]
+printf 'There was a owl\\nA little owl\\n' > owl.txt; printf 'There was a fox\\nA little fox\\n' > fox.txt\n  \
+lapidary steer fit --raw --with owl.txt --without fox.txt --layers 1-3 -o owl.gguf\n  \
+lapidary run --raw \"Once upon a time there was a\" --steer file=owl.gguf,strength=0.3")]
 pub struct FitArgs {
     #[command(flatten)]
     pub model: ModelArgs,

@@ -4,7 +4,7 @@ use std::io::{Write, stdout};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use lapidary::verify::{Arithmetic, Dump, Formats, Report, default_tokens, verify};
+use lapidary::verify::{Arithmetic, Dump, Formats, Report, Whole, default_tokens, verify};
 use lapidary::{Config, Stepper};
 use serde_json::{Value, json};
 
@@ -132,10 +132,9 @@ fn text(r: &Report) -> String {
     };
     row("embed".into(), r.formats.embed.to_string(), &r.embed, None);
     for (n, c) in r.layers.iter().enumerate() {
-        row(format!("layer {n}"), r.formats.layers[n].to_string(), c, Some(r.whole[n]));
+        row(format!("layer {n}"), r.formats.layers[n].to_string(), c, r.whole.as_ref().map(|w| w.layers[n]));
     }
     row("head".into(), r.formats.head.to_string(), &r.head, None);
-    let d = &r.logits;
     let verdict = match r.first_departure() {
         None if r.same_program => {
             "every part is as in the dump, as it must be with the same program".to_owned()
@@ -144,15 +143,18 @@ fn text(r: &Report) -> String {
         None => "no part departs by more than arithmetic and formats explain".to_owned(),
         Some(part) => format!("{part} is the first that departs by more than is explained"),
     };
-    table.render()
-        + &format!(
-            "logits of {} positions: KL {:.3e} on average, {:.3e} at most; same likeliest token {:.1} %; rms {:.3e}\n{verdict}\n",
+    let whole = match &r.whole {
+        None => "as a whole the model gives logits that are not finite".to_owned(),
+        Some(Whole { logits: d, .. }) => format!(
+            "logits of {} positions: KL {:.3e} on average, {:.3e} at most; same likeliest token {:.1} %; rms {:.3e}",
             d.positions,
             d.kl,
             d.kl_max,
             100.0 * d.top1,
             d.rms
-        )
+        ),
+    };
+    format!("{}{whole}\n{verdict}\n", table.render())
 }
 
 fn as_json(r: &Report) -> Value {
@@ -160,11 +162,12 @@ fn as_json(r: &Report) -> Value {
     let mut parts = vec![check("embed".into(), &r.embed)];
     parts.extend(r.layers.iter().enumerate().map(|(n, c)| check(format!("layer {n}"), c)));
     parts.push(check("head".into(), &r.head));
-    let d = &r.logits;
+    let whole = r.whole.as_ref().map(|Whole { layers, logits: d }| {
+        json!({"layers": layers, "positions": d.positions, "kl": d.kl, "kl_max": d.kl_max, "top1": d.top1, "rms": d.rms, "largest": d.largest})
+    });
     json!({
         "parts": parts,
-        "whole": r.whole,
-        "logits": {"positions": d.positions, "kl": d.kl, "kl_max": d.kl_max, "top1": d.top1, "rms": d.rms, "largest": d.largest},
+        "whole": whole,
         "same_formats": r.same_formats,
         "first_departure": r.first_departure(),
     })

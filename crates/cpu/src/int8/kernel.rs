@@ -14,6 +14,11 @@
 //! Ceiling: with one row of x the bytes of the tile; with eight, eight dot instructions and about four others
 //! for each block of each row.
 
+#![allow(
+    clippy::needless_range_loop,
+    reason = "one index runs over several arrays whose lengths are constants"
+)]
+
 use std::mem::MaybeUninit;
 
 use super::activations::{BLOCK, Head, QuantRows};

@@ -156,7 +156,7 @@ template <class F, int CW, int NS, int MS, int NT, bool XS, Mode MODE> __device_
   }
   const int units = per_group * (MODE == EXPERT_UP ? n_groups : 1);
   const int chunks = a.chunks * (MODE == EXPERT_DOWN ? n_groups : 1), cut = cut_of(chunks), c0 = min(plane * cut, chunks), c1 = min(c0 + cut, chunks);
-  bf16* xs = (bf16*)(sm + skinny_smem<F, CW, NS, MS, NT>());
+  bf16* xs = (bf16*)(sm + skinny_smem<F, CW, NS, MS, NT>() + (MODE == EXPERT_UP ? MAX_GROUPS * 68 : 0));
   const int kx0 = c0 * F::KC, kx = (c1 - c0) * F::KC, stride = XS ? kx + 8 : a.ldx;
   if (XS) {  // rows padded by 16 bytes, so that eight rows' reads fall into different banks; inputs beyond k are zero
     const int n = kx / 8, all = a.rows * n;
@@ -194,6 +194,10 @@ template <class F, int CW, int NS, int MS, int NT, bool XS, Mode MODE> __device_
     float acc[SETS][MS][NT][4] = {};
     constexpr bool AHEAD = !XS && PIECES == 1;  // x from global memory is asked for one chunk ahead
     uint32_t bx[NT][8];
+    if (AHEAD) {
+#pragma unroll
+      for (int n = 0; n < NT; n++) load_x<F, XS>(bx[n], x_at(n, min(c0 + wk, c1 - 1)), t);
+    }
     // EXPERT_DOWN with row scales: the sums of every chunk are scaled by its expert's, which are brought here first: [group][rows of the unit].
     const bool scaled_down = MODE == EXPERT_DOWN && a.row_scale;
     const float* scales = group_weight + (it & 1) * (a.scale_rows << (lunit + 4)) + (wm * MS * 16 + g);
@@ -204,10 +208,6 @@ template <class F, int CW, int NS, int MS, int NT, bool XS, Mode MODE> __device_
         to[i] = m < a.m ? __ldg(a.row_scale + (size_t)ids[i >> (lunit + 4)] * a.m + m) : 0.f;
       }
       consumers_sync();
-    }
-    if (AHEAD) {
-#pragma unroll
-      for (int n = 0; n < NT; n++) load_x<F, XS>(bx[n], x_at(n, min(c0 + wk, c1 - 1)), t);
     }
     for (int c = c0; c < c1; c += cps) {
       const int mine = (min(cps, c1 - c) - wk + wk_n - 1) >> lwk;  // this warp's chunks of the stage: wk, wk + wk_n, ...
@@ -319,7 +319,7 @@ template <class F, int CW, int NS, int MS, int NT, bool XS, Mode MODE> __device_
   }
 }
 
-// One entry of a form's table. NAME: skinny_FORM_n{NT}_{g|s}{MS}, or _up / _down for experts.
+// One entry of a form's table. NAME: skinny_FORM_n{NT}_{g|s}{MS}, or _up / _ups (x in shared memory) / _down for experts.
 #define SKINNY(NAME, F, CW, NS, MS, NT, XS, MODE)                                                                    \
   extern "C" __global__ void __launch_bounds__(288, 2) NAME(const __grid_constant__ SkinnyArgs a) {                   \
     skinny_body<F, CW, NS, MS, NT, XS, MODE>(a);                                                                      \
@@ -330,6 +330,7 @@ template <class F, int CW, int NS, int MS, int NT, bool XS, Mode MODE> __device_
   SKINNY(skinny_##FORM##_n1_s1, F, CW, NS, 1, 1, true, DENSE)          \
   SKINNY(skinny_##FORM##_n2_g1, F, CW, NS, 1, 2, false, DENSE)         \
   SKINNY(skinny_##FORM##_n1_up, F, CW, NS, 1, 1, false, EXPERT_UP)     \
+  SKINNY(skinny_##FORM##_n1_ups, F, CW, NS, 1, 1, true, EXPERT_UP)     \
   SKINNY(skinny_##FORM##_n2_up, F, CW, NS, 1, 2, false, EXPERT_UP)     \
   SKINNY(skinny_##FORM##_n1_down, F, CW, NS, 1, 1, false, EXPERT_DOWN) \
   SKINNY(skinny_##FORM##_n2_down, F, CW, NS, 1, 2, false, EXPERT_DOWN)

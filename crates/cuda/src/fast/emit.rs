@@ -28,6 +28,10 @@ pub(crate) fn run(ops: &mut CudaOps<'_>, program: &(dyn Fn(&mut dyn Ops) + Sync)
     }
 }
 
+/// Rows up to which a product runs sixteen at a time over all weights rather than once through the kernel for many: on
+/// an H200 31B FP8 takes 12.8 ms for 16 rows that way and 60 ms for 32 the other (2026-11-30).
+pub(super) const SKINNY_ROWS: usize = 64;
+
 /// A product's sums that nobody has added up yet: float32 `[plane][rows][stride]`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Planes {
@@ -253,13 +257,27 @@ impl CudaOps<'_> {
     /// # Safety
     /// As [`skinny_gemm::linear`].
     unsafe fn multiply(&self, call: &Linear) -> Result<()> {
-        // SAFETY: the caller's.
-        unsafe {
-            if self.rows <= MAX_ROWS {
-                skinny_gemm::linear(self.on.queue(), call)?;
-            } else {
-                gemm_prefill::linear(self.on.queue(), call)?;
-            }
+        if self.rows > SKINNY_ROWS {
+            // SAFETY: the caller's.
+            return unsafe { Ok(gemm_prefill::linear(self.on.queue(), call)?) };
+        }
+        let out_bytes = if matches!(call.output, Output::F32 { .. }) { 4 } else { 2 };
+        for (first, rows) in self.tiles() {
+            let output = match call.output {
+                Output::GateTimes { gate, times, stride } => {
+                    Output::GateTimes { gate, times: times.at(first * stride * 4), stride }
+                }
+                other => other,
+            };
+            let tile = Linear {
+                x: call.x.at(first * call.x_stride * 2),
+                out: call.out.at(first * call.out_stride * out_bytes),
+                rows,
+                output,
+                ..*call
+            };
+            // SAFETY: the caller's, for these rows.
+            unsafe { skinny_gemm::linear(self.on.queue(), &tile)? };
         }
         Ok(())
     }

@@ -2,7 +2,7 @@
 
 use lapidary_ops::{Act, ExpertSpec, Mat, Result, RouteSpec};
 
-use super::emit::{Planes, gate, not_packed};
+use super::emit::{Planes, SKINNY_ROWS, gate, not_packed};
 use super::fuse::Step;
 use crate::driver::DevPtr;
 use crate::kernels::gemm_prefill::{self, Combine, Grouped, Lists};
@@ -118,43 +118,46 @@ impl CudaOps<'_> {
         let chosen = (self.rows * spec.top_k).min(spec.experts);
         self.left.weight_bytes += (both as u128 * chosen as u128 / spec.experts as u128) as u64;
         let stride = spec.width.next_multiple_of(8);
-        if self.rows > MAX_ROWS {
+        if self.rows > SKINNY_ROWS {
             return self.grouped_experts(out, x, spec, (up, down), stride);
         }
         let bytes = spec.experts * MAX_ROWS * stride * 2;
         let hidden = self.on.workspace.get(Piece::Experts, &self.on.stream, bytes)?;
         let room = if most_planes > 1 { Some(self.plane_room(out)?) } else { None };
-        let chosen = self.chosen(0)?;
-        let up = ExpertsUp {
-            weights: up,
-            chosen,
-            top_k: spec.top_k,
-            x: v.ptr,
-            x_stride: v.stride as usize,
-            rows: self.rows,
-            hidden,
-            hidden_stride: stride,
-            gate: gate(spec.activation),
-        };
-        let down = ExpertsDown {
-            weights: down,
-            chosen,
-            top_k: spec.top_k,
-            hidden,
-            hidden_stride: stride,
-            rows: self.rows,
-            out: room.map_or(o.ptr, |p| p.ptr),
-            out_stride: o.stride as usize,
-            most_planes,
-        };
-        // SAFETY: widths agree, and the hidden piece holds sixteen rows of every expert.
-        let count = unsafe {
-            skinny_gemm::experts_up(self.on.queue(), &up)?;
-            skinny_gemm::experts_down(self.on.queue(), &down)?
-        };
-        if let Some(room) = room {
-            self.planes.retain(|p| p.act != out);
-            self.planes.push(Planes { count, ..room });
+        for (first, rows) in self.tiles() {
+            let chosen = self.chosen(first)?;
+            let up = ExpertsUp {
+                weights: up,
+                chosen,
+                top_k: spec.top_k,
+                x: v.ptr.at(first * v.stride as usize * 2),
+                x_stride: v.stride as usize,
+                rows,
+                hidden,
+                hidden_stride: stride,
+                gate: gate(spec.activation),
+            };
+            let down = ExpertsDown {
+                weights: down,
+                chosen,
+                top_k: spec.top_k,
+                hidden,
+                hidden_stride: stride,
+                rows,
+                out: room.map_or(o.ptr.at(first * o.stride as usize * 4), |p| p.ptr),
+                out_stride: o.stride as usize,
+                most_planes,
+            };
+            // SAFETY: widths agree, and the hidden piece holds sixteen rows of every expert.
+            let count = unsafe {
+                skinny_gemm::experts_up(self.on.queue(), &up)?;
+                skinny_gemm::experts_down(self.on.queue(), &down)?
+            };
+            // Planes are asked for only where one tile holds all rows.
+            if let Some(room) = room {
+                self.planes.retain(|p| p.act != out);
+                self.planes.push(Planes { count, ..room });
+            }
         }
         Ok(())
     }

@@ -151,6 +151,8 @@ enum Variant {
     /// Two strips a warp.
     SharedTwo,
     Up,
+    /// x in shared memory.
+    UpShared,
     Down,
 }
 
@@ -323,6 +325,7 @@ impl Choice {
             Variant::Shared => entries.shared,
             Variant::SharedTwo => entries.shared_two,
             Variant::Up => entries.up[usize::from(n2)],
+            Variant::UpShared => entries.up_shared,
             Variant::Down => entries.down[usize::from(n2)],
         };
         Kernel::new(entries.family, entry)
@@ -337,12 +340,12 @@ impl Choice {
             + 8 * strips * scratch
             + 2 * 8 * strips * self.tiles * 512
             + (2 * ns + 4) * 8;
+        let inputs = (shape.chunks().div_ceil(self.planes) + 1) * shape.form.chunk_inputs();
+        let (x, list) = (rows * (inputs * 2 + 16), MAX_EXPERTS * 4 + MAX_EXPERTS * 64);
         let x = match self.variant {
-            Variant::Shared | Variant::SharedTwo => {
-                let inputs = (shape.chunks().div_ceil(self.planes) + 1) * shape.form.chunk_inputs();
-                rows * (inputs * 2 + 16)
-            }
-            Variant::Up => MAX_EXPERTS * 4 + MAX_EXPERTS * 64,
+            Variant::Shared | Variant::SharedTwo => x,
+            Variant::Up => list,
+            Variant::UpShared => list + x,
             Variant::Down => MAX_EXPERTS * 4 + 2 * self.scale_rows * 16 * self.unit() * 4,
             _ => 0,
         };
@@ -421,6 +424,7 @@ struct Entries {
     shared: &'static str,
     shared_two: &'static str,
     up: [&'static str; 2],
+    up_shared: &'static str,
     down: [&'static str; 2],
 }
 
@@ -434,6 +438,7 @@ macro_rules! entries {
             shared: concat!("skinny_", $name, "_n1_s1"),
             shared_two: concat!("skinny_", $name, "_n1_s2"),
             up: [concat!("skinny_", $name, "_n1_up"), concat!("skinny_", $name, "_n2_up")],
+            up_shared: concat!("skinny_", $name, "_n1_ups"),
             down: [concat!("skinny_", $name, "_n1_down"), concat!("skinny_", $name, "_n2_down")],
         }),*]
     };
@@ -550,7 +555,11 @@ pub unsafe fn experts_up(queue: Queue<'_>, call: &ExpertsUp) -> Result<()> {
     let sms = queue.stream.context().info.multiprocessors as usize;
     let groups = likely_groups(call.rows, call.top_k);
     let work = Work { shape, rows: call.rows, gated: true, most_planes: 1, sms, groups, scaled_groups: 0 };
-    let choice = work.balance(Variant::Up);
+    let mut choice = work.balance(Variant::Up);
+    let shared = Choice { variant: Variant::UpShared, ..choice };
+    if choice.tiles == 1 && shared.shared(shape, call.rows) <= SHARED_OF_TWO {
+        choice = shared;
+    }
     let mut args = arguments(&call.weights, call.rows, choice, true);
     args.x = call.x;
     args.ldx = call.x_stride as i32;

@@ -233,3 +233,35 @@ fn argmax_finds_ties_and_what_is_not_finite() {
     assert_eq!(found[..4], [12, 1002, 0, -1]);
     assert_eq!(found, run(&mut pair.reference));
 }
+
+/// A verb that fails in the middle is reported once the work before it is done; the next pass is right, and a backend
+/// that goes away with a pass under way waits for it.
+#[test]
+fn a_pass_that_fails_or_is_dropped_under_way_leaves_nothing_behind() {
+    use lapidary_ops::{Backend, Error};
+    let Some(mut pair) = Pair::new() else { return };
+    let (outs, cols, rows) = (5000, 2048, 257);
+    let w = pair.encoded(Format::Q4_0, &values(3, outs * cols), outs, cols);
+    let (x, y, odd) = (pair.act(cols, rows), pair.act(outs, rows), pair.act(3, rows));
+    let batch = given(rows, 0, values(5, rows * cols));
+    let shape = batch.shape(0, lapidary_ops::TailRows::All);
+    pair.gpu.upload(&batch).unwrap();
+    let failed = pair.gpu.run(&shape, &|s| {
+        s.inject_soft(x);
+        s.linear(y, x, w);
+        s.cast(odd, x);
+        s.linear(y, x, w);
+    });
+    assert!(matches!(failed, Err(Error::Device(ref what)) if what.contains("cast")), "{failed:?}");
+    assert!(pair.gpu.collect().is_err(), "there is nothing to collect");
+    let [found, expected] = pair.run(&batch, y, 3, &|s| {
+        s.inject_soft(x);
+        s.linear(y, x, w);
+    });
+    assert_close("after a failure", &compare(&found, &expected), Limits { rel: 1e-5, max: f64::INFINITY });
+    pair.gpu.upload(&batch).unwrap();
+    pair.gpu.run(&shape, &|s| (0..50).for_each(|_| s.linear(y, x, w))).unwrap();
+    drop(pair);
+    // The device still computes.
+    assert!(Pair::new().is_some());
+}

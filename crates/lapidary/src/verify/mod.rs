@@ -74,10 +74,8 @@ pub struct Report {
     pub layers: Vec<Check>,
     /// The logits from the dump's last layer: final norm and output head by themselves.
     pub head: Check,
-    /// The model run as a whole: each layer's output, relative, of the median row.
-    pub whole: Vec<f64>,
-    /// Its logits.
-    pub logits: LogitsDistance,
+    /// The model run as a whole; `None` where that gave logits that are not finite.
+    pub whole: Option<Whole>,
     /// Formats of the model.
     pub formats: Formats,
     /// Whether both sides have the same formats, so that they explain nothing.
@@ -97,6 +95,15 @@ impl Report {
         }
         self.head.departs().then(|| "head".to_owned())
     }
+}
+
+/// The model run as a whole, where errors add up.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Whole {
+    /// Each layer's output, relative, of the median row.
+    pub layers: Vec<f64>,
+    /// Its logits.
+    pub logits: LogitsDistance,
 }
 
 /// How far two distributions over the vocabulary are apart, over all positions.
@@ -168,21 +175,29 @@ pub fn verify(
     }
     let mut head = Vec::with_capacity(dump.logits.len());
     stepper.lens(&dump.hidden[layers - 1], &mut |_, row| head.extend_from_slice(row))?;
-    let own = Dump::make(stepper, &dump.tokens, formats.clone())?;
-    let median = |n: usize| check(&own.hidden[n], &dump.hidden[n], width, 0.0).median;
+    let own = match Dump::make(stepper, &dump.tokens, formats.clone()) {
+        Ok(own) => Some(own),
+        // Weights can be so wrong that nothing comes of them; which ones is what the layers tell.
+        Err(VerifyError::Engine(lapidary_engine::Error::NonFiniteLogits { .. })) => None,
+        Err(error) => return Err(error),
+    };
+    let embed = stepper.embedding(&dump.tokens)?;
+    let whole = own.map(|own| Whole {
+        layers: (0..layers).map(|n| check(&own.hidden[n], &dump.hidden[n], width, 0.0).median).collect(),
+        logits: compare(&own.logits, &dump.logits, vocab),
+    });
     // The embedding is scaled by a number that some round to bf16, a part in 500 at most.
     let rounded_scale = if same_program { 0.0 } else { 1.0 / 256.0 };
     Ok(Report {
         embed: check(
-            &own.embed,
+            &embed,
             &dump.embed,
             width,
             allowed(formats.embed, dump.formats.embed, 1.5) + rounded_scale,
         ),
         layers: checks,
         head: check(&head, &dump.logits, vocab, allowed(formats.head, dump.formats.head, 1.5)),
-        whole: (0..layers).map(median).collect(),
-        logits: compare(&own.logits, &dump.logits, vocab),
+        whole,
         formats: formats.clone(),
         same_formats,
         same_program,

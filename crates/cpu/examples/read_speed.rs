@@ -1,6 +1,6 @@
 //! Prints how fast one row's product reads weights that no cache holds, beside a plain read of as many bytes in turn.
 //!
-//! `cargo run --release -p lapidary-cpu --example stream [threads] [columns] [format,format]`; GB/s, best and median of the
+//! `cargo run --release -p lapidary-cpu --example read_speed [threads] [columns] [format,format]`; GB/s, best and median of the
 //! rounds. A shared machine's memory gives more at one moment than at another, so only figures of one run compare.
 
 use std::hint::black_box;
