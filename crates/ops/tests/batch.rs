@@ -229,34 +229,34 @@ fn a_backend_without_steering_refuses_a_set() {
             DeviceReport { backend: "plain", ..DeviceReport::default() }
         }
         fn pack(&mut self, _: &[TensorView<'_>], _: usize) -> Result<Mat> {
-            unimplemented!()
+            unreachable!("only the defaults are called")
         }
         fn vector(&mut self, _: &str, _: &[f32]) -> Result<Gain> {
-            unimplemented!()
+            unreachable!("only the defaults are called")
         }
         fn activation(&mut self, _: ActSpec) -> Result<Act> {
-            unimplemented!()
+            unreachable!("only the defaults are called")
         }
         fn kv(&mut self, _: &KvPlan) -> Result<()> {
-            unimplemented!()
+            unreachable!("only the defaults are called")
         }
         fn upload(&mut self, _: &Batch) -> Result<()> {
-            unimplemented!()
+            unreachable!("only the defaults are called")
         }
         fn run(&mut self, _: &BatchShape, _: &(dyn Fn(&mut dyn Ops) + Sync)) -> Result<()> {
-            unimplemented!()
+            unreachable!("only the defaults are called")
         }
         fn collect(&mut self) -> Result<Outcome> {
-            unimplemented!()
+            unreachable!("only the defaults are called")
         }
         fn read(&mut self, _: Act, _: usize, _: &mut Vec<f32>) -> Result<()> {
-            unimplemented!()
+            unreachable!("only the defaults are called")
         }
         fn kv_store(&mut self, _: KvRef, _: usize, _: usize, _: &[f32], _: &[f32]) -> Result<()> {
-            unimplemented!()
+            unreachable!("only the defaults are called")
         }
         fn kv_load(&mut self, _: KvRef, _: usize, _: usize, _: &mut [f32], _: &mut [f32]) -> Result<()> {
-            unimplemented!()
+            unreachable!("only the defaults are called")
         }
         fn memory(&self) -> MemoryUse {
             MemoryUse::default()

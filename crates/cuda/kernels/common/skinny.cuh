@@ -13,7 +13,7 @@
 //                  choose the group's expert. All rows are columns of every group: they are free.
 //   EXPERT_DOWN    x[group][n]; the sum runs over k and over the groups, so out[n] is the weighted sum over the experts
 //
-// Traffic: the packed weights once, x from L2 once a block, the outputs. Times and shares of the read ceiling: experiments/cuda/README.md and
+// Traffic: the packed weights once, x from L2 once a block, the outputs. Times and shares of the read ceiling: docs/cuda-prototypes.md and
 // docs/performance.md. Tried and dropped: stream-K with a fix-up by the last block (4 to 12 us on small matrices), a ring a warp, cp.async in
 // place of bulk copies (31B head bf16 85 against 101 %), a block barrier for the sums, 16 consumer warps, three blocks a multiprocessor.
 #pragma once

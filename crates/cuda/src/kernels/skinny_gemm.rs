@@ -2,7 +2,7 @@
 //!
 //! One kernel serves a plain product, a gated pair of matrices, a product whose result is a gate for something else, and
 //! chosen experts. [`Choice::of`] decides strips a warp, where x is kept and how k is cut into planes; the numbers in it
-//! come from the sweep in experiments/cuda.
+//! come from the sweep in docs/cuda-prototypes.md.
 
 use crate::driver::{DevPtr, Kernel};
 use crate::error::{Error, Result};
@@ -724,7 +724,7 @@ mod tests {
 
     #[test]
     fn small_matrices_get_one_unit_a_block() {
-        // As the sweep of experiments/cuda found best.
+        // As the sweep in docs/cuda-prototypes.md found best.
         assert_eq!(choice(Form::Nvfp4, 2816, 4096, 1, 3), (2, 3, 44));
         assert_eq!(choice(Form::Bf16, 1536, 6144, 1, 3), (1, 2, 96));
         assert_eq!(choice(Form::Fp8, 2816, 2112, 1, 3), (2, 3, 44));
