@@ -627,7 +627,9 @@ fn scores(
     let (to, events) = std::sync::mpsc::channel();
     let sink = Box::new(move |event| to.send(event).is_ok());
     let prompt = Prompt::from(tokens);
-    engine.score(ScoreRequest { prompt, from, top, priority: 0, timeout: None, sink }).unwrap();
+    engine
+        .score(ScoreRequest { prompt, from, top, steering: None, priority: 0, timeout: None, sink })
+        .unwrap();
     let mut all = Vec::new();
     loop {
         match events.recv_timeout(Duration::from_secs(60)).expect("an event comes") {
@@ -676,7 +678,9 @@ fn scores_are_those_of_a_stepper_in_any_company_and_cost_no_row_twice() {
         assert_eq!(scores(&engine, &tokens, 120, 0).0, []);
         let refused = |prompt: Prompt, from, top| {
             let sink = Box::new(|_| true);
-            engine.score(ScoreRequest { prompt, from, top, priority: 0, timeout: None, sink }).unwrap_err()
+            engine
+                .score(ScoreRequest { prompt, from, top, steering: None, priority: 0, timeout: None, sink })
+                .unwrap_err()
         };
         assert!(matches!(refused(Prompt::from(&tokens[..]), 0, 0), Error::Zero { what: "score_from" }));
         assert!(matches!(refused(Prompt::from(&tokens[..]), 1, vocab + 1), Error::Sampling(_)));
