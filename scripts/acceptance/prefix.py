@@ -99,7 +99,7 @@ def run(name, flags, history, window, answer=40):
         sys.exit(f"{name}, edited: {changed['computed']} tokens were computed")
 
 
-run("built-in model, 6,000 tokens", ["--ctx", "8192"], 6000, 512)
+run("built-in model, 6,000 tokens", ["--ctx", "8192"], 6000, 128)
 gguf = os.environ.get("LAPIDARY_GEMMA3_GGUF")
 if gguf:
     run("270M, 20,000 tokens", ["-m", gguf, "--ctx", "32768"], 20_000, 512)

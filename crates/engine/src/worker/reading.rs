@@ -110,14 +110,16 @@ impl Worker {
             }
             jobs.push(job);
         }
-        let lent = self.runner.lend_logits(&rows, &mut |logits| run_all(&mut jobs, logits));
-        let lost = lent.err().map(device_failure);
-        let mut failures = Vec::new();
-        for job in jobs {
-            // Reads that were lent have been taken.
-            let lost = lost.clone().filter(|_| !job.reads.is_empty());
-            failures.extend(job.failure.or(lost).map(|kind| (job.id, kind)));
+        if self.runner.lend_logits(&rows, &mut |logits| run_all(&mut jobs, logits)).is_err() {
+            // What there is no memory for at once may do one by one. Reads that were lent have been taken.
+            for job in jobs.iter_mut().filter(|job| !job.reads.is_empty()) {
+                let own: Vec<usize> = job.reads.iter().map(|read| rows[read.row]).collect();
+                job.reads.iter_mut().enumerate().for_each(|(i, read)| read.row = i);
+                let lent = self.runner.lend_logits(&own, &mut |logits| job.run(logits));
+                job.failure = job.failure.take().or(lent.err().map(device_failure));
+            }
         }
+        let failures: Vec<_> = jobs.into_iter().filter_map(|job| Some((job.id, job.failure?))).collect();
         for (id, kind) in failures {
             self.leave(id, EngineFinish::Failed(kind));
         }
