@@ -199,6 +199,7 @@ impl Job {
                 let options = OutputOptions {
                     tools: tools.clone(),
                     parallel_calls: *parallel == ParallelCalls::Many,
+                    held_calls: self.calls.is_some() || self.answer.as_ref().is_some_and(|a| a.is_calls),
                     stop_ids: self.ends.clone(),
                 };
                 Reader::Chat(Box::new(OutputParser::new(Arc::clone(tokenizer), &self.ids, options)))
