@@ -57,6 +57,8 @@ pub struct Columns {
     pub soft_values: DevPtr,
     /// Rows whose logits are wanted.
     pub heads: DevPtr,
+    /// Steering set, or -1; nothing where no row is steered.
+    pub steer: DevPtr,
 }
 
 /// The pool of one layer.

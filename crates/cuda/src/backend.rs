@@ -6,13 +6,14 @@ use std::time::Duration;
 use lapidary_formats::{Format, TensorView};
 use lapidary_ops::{
     Act, ActKind, ActRows, ActSpec, Backend, Batch, BatchShape, DeviceReport, Error, Gain, Group,
-    KernelReport, KvPlan, KvRef, Mat, MemoryUse, Ops, Outcome, PassTiming, Phase, Result, Tap,
+    KernelReport, KvPlan, KvRef, Mat, MemoryUse, Ops, Outcome, PassTiming, Phase, Result, SteerSet,
 };
 
 use crate::buffers::Buffer;
 use crate::driver::{Arena, Context, DevPtr, Event, Graph, Kernels, Pinned, Stream};
 use crate::fast::{self, Tiles};
 use crate::graphs::{Graphs, Left, Plan};
+use crate::hooks::Hooks;
 use crate::kernels::heads::{self, Cell};
 use crate::kv::KvPools;
 use crate::launch::Queue;
@@ -68,6 +69,7 @@ pub struct CudaBackend {
     pub(crate) kv: KvPools,
     pub(crate) upload: Upload,
     pub(crate) workspace: Workspace,
+    pub(crate) hooks: Hooks,
     weights: Arena,
     activations: Arena,
     uploaded: bool,
@@ -87,8 +89,6 @@ pub struct CudaBackend {
 pub(crate) struct Pending {
     /// What the pass leaves besides values; where it was recorded, its marks are the recording's.
     pub left: Left,
-    /// What was copied out.
-    pub taps: Vec<Tap>,
     /// The shape, where the pass is a repeated recording.
     pub repeated: Option<BatchShape>,
 }
@@ -117,6 +117,7 @@ impl CudaBackend {
             kv: KvPools::empty(packs),
             upload: Upload::default(),
             workspace: Workspace::new(&context),
+            hooks: Hooks::default(),
             weights: Arena::new(&context, "weights", ARENA_BLOCK),
             activations: Arena::new(&context, "activations", ARENA_BLOCK),
             uploaded: false,
@@ -168,7 +169,7 @@ impl CudaBackend {
 
     /// How often anything that recordings point to has moved.
     fn moved(&self) -> usize {
-        self.moves + self.upload.moves + self.workspace.moves
+        self.moves + self.upload.moves + self.workspace.moves + self.hooks.moves
     }
 
     /// Recorded passes that are kept.
@@ -228,9 +229,10 @@ impl CudaBackend {
         let left = Left {
             tokens: recorded.left.tokens,
             weight_bytes: recorded.left.weight_bytes,
+            taps: recorded.left.taps.clone(),
             ..Left::default()
         };
-        Ok(Pending { left, taps: Vec::new(), repeated: Some(shape.clone()) })
+        Ok(Pending { left, repeated: Some(shape.clone()) })
     }
 
     /// A float32 activation of at least `rows` rows.
@@ -346,6 +348,11 @@ impl Backend for CudaBackend {
         self.kv.resize(&self.context, &self.stream, plan)
     }
 
+    fn steer_set(&mut self, index: usize, set: Option<&SteerSet>) -> Result<()> {
+        self.settle()?;
+        self.hooks.set(&self.context, &self.stream, index, set)
+    }
+
     fn timings(&mut self, on: bool) -> Result<()> {
         if self.timings != on {
             self.settle()?;
@@ -368,6 +375,7 @@ impl Backend for CudaBackend {
         }
         self.settle()?;
         self.upload.take(&self.context, &self.stream, batch, &self.kv.plan)?;
+        self.hooks.prepare(&self.context, batch)?;
         self.uploaded = true;
         Ok(())
     }
@@ -379,7 +387,7 @@ impl Backend for CudaBackend {
         }
         self.context.bind()?;
         self.pending = None;
-        let plan = if self.options.eager { Plan::Run } else { self.graphs.plan(shape, self.moved()) };
+        let plan = if self.options.eager { Plan::Run } else { self.graphs.plan(shape, &self.upload.batch.taps, self.moved()) };
         let done = match plan {
             Plan::Run => self.run_once(shape, program),
             Plan::Record => self.record(shape, program).and_then(|()| self.repeat(shape)),
@@ -419,7 +427,9 @@ impl Backend for CudaBackend {
             false => None,
         };
         let weight_bytes = pending.left.weight_bytes;
-        Ok(Outcome { argmax, taps: pending.taps, timing, weight_bytes, ..Outcome::default() })
+        let taps = self.hooks.taken(&pending.left.taps);
+        let projections = self.hooks.projections(&self.upload.batch);
+        Ok(Outcome { argmax, taps, projections, weight_bytes, timing })
     }
 
     fn read(&mut self, act: Act, rows: usize, out: &mut Vec<f32>) -> Result<()> {
@@ -520,7 +530,10 @@ impl Backend for CudaBackend {
         MemoryUse {
             weights: self.weights.bytes(),
             mapped: 0,
-            activations: self.activations.bytes() + self.workspace.bytes() + self.upload.bytes(),
+            activations: self.activations.bytes()
+                + self.workspace.bytes()
+                + self.upload.bytes()
+                + self.hooks.bytes(),
             kv: self.kv.bytes(),
         }
     }

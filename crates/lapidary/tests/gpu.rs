@@ -8,12 +8,16 @@
     reason = "each file brings the module of models that it uses when it is built alone"
 )]
 
+#[path = "capture.rs"]
+mod capture;
 #[path = "config.rs"]
 mod config;
 #[path = "determinism.rs"]
 mod determinism;
 #[path = "fast_gpu.rs"]
 mod fast_gpu;
+#[path = "fast_hooks.rs"]
+mod fast_hooks;
 #[path = "formats.rs"]
 mod formats;
 #[path = "gguf_models.rs"]
@@ -30,6 +34,8 @@ mod hard_cases_h;
 mod refusals;
 #[path = "slots.rs"]
 mod slots;
+#[path = "steering.rs"]
+mod steering;
 #[path = "steps.rs"]
 mod steps;
 #[path = "tiny_models.rs"]

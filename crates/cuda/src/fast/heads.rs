@@ -1,11 +1,13 @@
 //! Heads in the fast mode: norms, rotation and cache, then attention for few rows or for many.
 
-use lapidary_ops::{Act, AttnSpec, Error, QkvSpec, Result, ValueSource};
+use lapidary_ops::{Act, AttnSpec, Error, QkvSpec, Result, TapPoint, ValueSource};
 
+use crate::args::Rows;
 use crate::driver::DevPtr;
 use crate::kernels::attn_decode::{self, AttnDecode, KvColumns, PageShape};
 use crate::kernels::attn_prefill;
 use crate::kernels::producers::{self, Finish};
+use crate::kernels::rows;
 use crate::kernels::skinny_gemm::MAX_ROWS;
 use crate::ops::CudaOps;
 use crate::workspace::Piece;
@@ -44,12 +46,14 @@ impl CudaOps<'_> {
             Some(kv) => (self.gain(kv.k_norm.gain, d)?, kv.k_norm.eps),
             None => (DevPtr::NULL, 0.0),
         };
+        let wanted = |p: &TapPoint| matches!(p, TapPoint::Qkv(_));
+        let store_q = self.on.upload.batch.taps.points.iter().any(wanted);
         let call = Finish {
             qkv: sums.ptr,
             qkv_stride: sums.stride,
             plane_stride: sums.plane_stride,
             planes: sums.count,
-            store_q: !self.on.upload.batch.taps.points.is_empty() && sums.count == 1,
+            store_q,
             rows: self.rows,
             heads: spec.heads,
             pages: PageShape { kv_heads: spec.kv_heads, head_dim: d, fp8: false },
@@ -69,7 +73,14 @@ impl CudaOps<'_> {
         };
         self.query_width = spec.heads * d;
         // SAFETY: widths agree, and the uploaded cells are in the pools.
-        unsafe { Ok(producers::finish(self.on.queue(), &call)?) }
+        unsafe { producers::finish(self.on.queue(), &call)? };
+        if store_q && sums.ptr != v.ptr {
+            let (stride, width) = (sums.stride as i32, (spec.heads * d) as i32);
+            let made = Rows { ptr: sums.ptr, stride, width, bf16: 0, pad: 0 };
+            // SAFETY: the first plane holds the queries of every row, and the buffer is at least as wide.
+            unsafe { rows::cast(self.on.queue(), v.columns(0, width as usize), made, self.rows)? };
+        }
+        Ok(())
     }
 
     /// Rows are dropped between the queries' making and their use: the kept ones move to the front here too.
@@ -80,9 +91,9 @@ impl CudaOps<'_> {
         let ptr = self.queries(self.query_width)?;
         let (heads, count) = (self.on.upload.columns.heads, self.on.upload.batch.heads.len());
         let width = self.query_width as i32;
-        let rows = crate::args::Rows { ptr, stride: width, width, bf16: 1, pad: 0 };
+        let queries = Rows { ptr, stride: width, width, bf16: 1, pad: 0 };
         // SAFETY: heads are rows of the batch, ascending.
-        unsafe { Ok(crate::kernels::rows::keep_rows(self.on.queue(), rows, heads, count)?) }
+        unsafe { Ok(rows::keep_rows(self.on.queue(), queries, heads, count)?) }
     }
 
     pub(super) fn attend(&mut self, out: Act, spec: &AttnSpec) -> Result<()> {
