@@ -124,6 +124,8 @@ pub enum KvArg {
     /// Blocks of 32 signed bytes with a scale
     #[value(name = "q8_0")]
     Q8_0,
+    /// FP8 E4M3 under scales of each layer's own; on a GPU
+    Fp8,
 }
 
 impl KvArg {
@@ -134,6 +136,7 @@ impl KvArg {
             KvArg::Bf16 => KvFormat::Bf16,
             KvArg::F16 => KvFormat::F16,
             KvArg::Q8_0 => KvFormat::Q8_0,
+            KvArg::Fp8 => KvFormat::Fp8,
         }
     }
 }

@@ -65,6 +65,8 @@ pub struct CudaBackend {
     pub(crate) mats: Vec<Matrix>,
     /// By handle: place and length.
     pub(crate) gains: Vec<(DevPtr, usize)>,
+    /// The largest size of any value of each.
+    pub(crate) most_gain: Vec<f32>,
     pub(crate) acts: Vec<Buffer>,
     pub(crate) kv: KvPools,
     pub(crate) upload: Upload,
@@ -113,6 +115,7 @@ impl CudaBackend {
             kernels: Kernels::new(&context),
             mats: Vec::new(),
             gains: Vec::new(),
+            most_gain: Vec::new(),
             acts: Vec::new(),
             kv: KvPools::empty(packs),
             upload: Upload::default(),
@@ -331,6 +334,7 @@ impl Backend for CudaBackend {
         // SAFETY: as many bytes were taken; the memory is not pinned, so it is read when this returns.
         unsafe { self.stream.upload(ptr, &bytes)? };
         self.gains.push((ptr, values.len()));
+        self.most_gain.push(values.iter().fold(0.0, |most, v| v.abs().max(most)));
         Ok(handle)
     }
 

@@ -1,7 +1,7 @@
 //! The verbs, mapped to launches.
 
 use lapidary_ops::{
-    Act, Activation, AttnSpec, Error, ExpertSpec, Gain, Mat, Norm, Ops, PerLayerSpec, Phase, QkvSpec, Result,
+    Act, Activation, AttnSpec, Error, ExpertSpec, Gain, KvFormat, Mat, Norm, Ops, PerLayerSpec, Phase, QkvSpec, Result,
     RouteSpec, TapPoint, ValueSource,
 };
 
@@ -116,6 +116,19 @@ impl<'a> CudaOps<'a> {
     /// Active row to batch row, or null while all rows are active.
     pub fn map(&self) -> DevPtr {
         if self.kept { self.on.upload.columns.heads } else { DevPtr::NULL }
+    }
+
+    /// Notes what bounds the keys and values that a layer is about to store.
+    pub fn bound_cache(&mut self, spec: &QkvSpec) -> Result<()> {
+        let Some(kv) = spec.kv else { return Ok(()) };
+        let format = self.on.kv.plan.groups[kv.cache.group.index()].format;
+        if format == KvFormat::Fp8 && kv.v_norm_eps.is_none() {
+            let what = "keep values in fp8 that are not normed: nothing bounds them; take --kv bf16".into();
+            return Err(Error::Unsupported { device: "cuda".into(), what });
+        }
+        let most = self.on.most_gain[kv.k_norm.gain.0 as usize];
+        self.on.kv.bound(kv.cache, most);
+        Ok(())
     }
 
     /// What the batch says of rows by their own number is of no use once rows were dropped.
@@ -304,6 +317,7 @@ impl Ops for CudaOps<'_> {
 
     fn qkv_finish(&mut self, qkv: Act, spec: &QkvSpec) {
         self.verb(|s| {
+            s.bound_cache(spec)?;
             let (v, rope, d) = (s.act(qkv), s.act(spec.rope), spec.head_dim);
             let parts = match spec.kv {
                 None => 0,
@@ -322,6 +336,7 @@ impl Ops for CudaOps<'_> {
                 format: 0,
                 row_bytes: 0,
                 fast: 0,
+                scales: [1.0; 2],
                 pad: 0,
             };
             let group = spec.kv.map_or(0, |kv| kv.cache.group.index());

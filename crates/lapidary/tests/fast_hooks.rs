@@ -243,3 +243,57 @@ fn rows_of_one_batch_are_steered_each_by_its_own_set() {
     let none = batch([None; 3]);
     assert!(mixed[0] != none[0] && mixed[2] != none[2]);
 }
+
+/// A measurement: one layer captured, and steered, beside neither; `bench --hooks` is the same for people. Run with
+/// `--ignored --nocapture`; it proves nothing on a machine that is busy.
+#[test]
+#[ignore = "a measurement"]
+fn what_hooks_cost() {
+    if common::gpu().is_none() {
+        return;
+    }
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let path = folder.path().join("header.gguf");
+    let options = SynthOptions { sparse: true, ..SynthOptions::default() };
+    write(Size::Moe26b, Mix::Bf16, &path, &options, &mut |_, _| {}).expect("a header is written");
+    let options = LoadOptions {
+        context: Some(700),
+        device: Device::Cuda { ordinal: 0 },
+        random_weights: Some(lapidary::Format::Fp8E4M3),
+        ..LoadOptions::default()
+    };
+    let checkpoint = Checkpoint::open(&path).expect("the file opens");
+    let mut s = load_stepper(&checkpoint, &options, &mut |_| {}).expect("it loads");
+    let (layer, width) = (15, s.model().config.hidden);
+    let edit = SteerEdit::new(layer, SteerMode::Ablate, 0.01, &values(1, width)).unwrap();
+    let set = SteerSet { edits: vec![edit] };
+    let mut steps = [const { Vec::new() }; 3];
+    for _ in 0..3 {
+        for (mode, seconds) in steps.iter_mut().enumerate() {
+            s.reset();
+            s.set_capture(if mode == 1 { &[TapPoint::LayerOut(15)] } else { &[] });
+            s.set_steering((mode == 2).then_some(&set)).expect("it fits");
+            s.prefill(&prompt(512, 3)).expect("the prompt runs");
+            for step in 0..67 {
+                let clock = std::time::Instant::now();
+                s.decode_step((step * 7919 + 5) % 262_144, s.cursor()).expect("the step runs");
+                if step >= 3 {
+                    seconds.push(clock.elapsed().as_secs_f64());
+                }
+            }
+        }
+    }
+    let medians = steps.map(|mut v| {
+        v.sort_by(f64::total_cmp);
+        v[v.len() / 2] * 1e3
+    });
+    let cost = |ms: f64| 100.0 * (ms / medians[0] - 1.0);
+    println!(
+        "26b fp8 at 512: {:.3} ms a step, one layer captured {:.3} ({:+.2} %), one layer steered {:.3} ({:+.2} %)",
+        medians[0],
+        medians[1],
+        cost(medians[1]),
+        medians[2],
+        cost(medians[2])
+    );
+}

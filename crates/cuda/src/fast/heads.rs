@@ -1,8 +1,8 @@
 //! Heads in the fast mode: norms, rotation and cache, then attention for few rows or for many.
 
-use lapidary_ops::{Act, AttnSpec, Error, QkvSpec, Result, TapPoint, ValueSource};
+use lapidary_ops::{Act, AttnSpec, Error, KvFormat, QkvSpec, Result, TapPoint, ValueSource};
 
-use crate::args::Rows;
+use crate::args::{Pool, Rows, kv_code};
 use crate::driver::DevPtr;
 use crate::kernels::attn_decode::{self, AttnDecode, KvColumns, PageShape};
 use crate::kernels::attn_prefill;
@@ -11,6 +11,10 @@ use crate::kernels::rows;
 use crate::kernels::skinny_gemm::MAX_ROWS;
 use crate::ops::CudaOps;
 use crate::workspace::Piece;
+
+fn is_fp8(pool: &Pool) -> bool {
+    pool.format == kv_code(KvFormat::Fp8)
+}
 
 /// Rows of one call of the attention kernel, which counts its blocks in a table of fixed size.
 const ATTENTION_ROWS: usize = 128;
@@ -29,6 +33,8 @@ impl CudaOps<'_> {
     }
 
     pub(super) fn finish_heads(&mut self, qkv: Act, spec: &QkvSpec) -> Result<()> {
+        self.bound_cache(spec)?;
+        let pool = spec.kv.map(|kv| self.on.kv.pool(kv.cache));
         let (v, rope, d) = (self.act(qkv), self.act(spec.rope), spec.head_dim);
         let values_are_keys = spec.kv.is_some_and(|kv| kv.values == ValueSource::Keys);
         let parts = match spec.kv {
@@ -56,7 +62,7 @@ impl CudaOps<'_> {
             store_q,
             rows: self.rows,
             heads: spec.heads,
-            pages: PageShape { kv_heads: spec.kv_heads, head_dim: d, fp8: false },
+            pages: PageShape { kv_heads: spec.kv_heads, head_dim: d, fp8: pool.is_some_and(|p| is_fp8(&p)) },
             writes: spec.kv.is_some(),
             values_are_keys,
             q_norm,
@@ -66,8 +72,8 @@ impl CudaOps<'_> {
             rope_stride: rope.stride as usize,
             cell: self.on.upload.columns.cell[group],
             map: self.map(),
-            pool: spec.kv.map_or(DevPtr::NULL, |kv| self.on.kv.pool(kv.cache).ptr),
-            kv_scales: [1.0; 2],
+            pool: pool.map_or(DevPtr::NULL, |p| p.ptr),
+            kv_scales: pool.map_or([1.0; 2], |p| p.scales),
             q,
             q_stride: spec.heads * d,
         };
@@ -105,7 +111,7 @@ impl CudaOps<'_> {
         if o.bf16 == 0 {
             return Err(Error::Device("attention into a float32 buffer in the fast mode".into()));
         }
-        let pages = PageShape { kv_heads: spec.kv_heads, head_dim: d, fp8: false };
+        let pages = PageShape { kv_heads: spec.kv_heads, head_dim: d, fp8: is_fp8(&pool) };
         if spec.softcap.is_some() {
             let what = "a cap on attention scores in the fast mode".into();
             return Err(Error::Unsupported { device: "cuda".into(), what });
@@ -134,13 +140,13 @@ impl CudaOps<'_> {
             rows: self.rows,
             batch_rows: self.on.upload.batch.tokens.len(),
             window: spec.window,
-            scale: spec.scale,
-            v_scale: 1.0,
+            scale: spec.scale * pool.scales[0],
+            v_scale: pool.scales[1],
             workspace,
         };
         // Rows of one sequence share its pages; a batch of single tokens has nothing to share.
         let sequences = self.on.upload.batch.spans.len();
-        if self.map() == DevPtr::NULL && self.rows > MAX_ROWS && self.rows >= 2 * sequences {
+        if !pages.fp8 && self.map() == DevPtr::NULL && self.rows > MAX_ROWS && self.rows >= 2 * sequences {
             // SAFETY: widths agree, and the uploaded tables lead to pages of the pools.
             return unsafe { Ok(attn_prefill::attn_prefill(self.on.queue(), &call)?) };
         }
