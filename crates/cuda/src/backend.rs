@@ -10,7 +10,9 @@ use lapidary_ops::{
 };
 
 use crate::buffers::Buffer;
-use crate::driver::{Arena, Context, DevPtr, Event, Graph, Kernels, Pinned, Stream};
+use crate::driver::{
+    Arena, Context, DevPtr, Event, Graph, Kernels, Pinned, Staging, Stream, built_architectures,
+};
 use crate::fast::{self, Tiles};
 use crate::graphs::{Graphs, Left, Plan};
 use crate::hooks::Hooks;
@@ -72,6 +74,7 @@ pub struct CudaBackend {
     pub(crate) upload: Upload,
     pub(crate) workspace: Workspace,
     pub(crate) hooks: Hooks,
+    staging: Staging,
     weights: Arena,
     activations: Arena,
     uploaded: bool,
@@ -103,15 +106,19 @@ impl CudaBackend {
     pub fn new(options: CudaOptions) -> Result<CudaBackend> {
         let context = Context::new(options.ordinal)
             .map_err(|e| Error::Unsupported { device: "cuda".into(), what: e.to_string() })?;
-        // The fast kernels are Hopper's; elsewhere the fast mode is bf16 inputs on the general ones.
-        let packs = options.compute == Compute::Fast && context.info.arch == 90;
+        // The fast kernels are Hopper's, and in the build only where it was compiled for that; elsewhere the fast mode is
+        // bf16 inputs on the general ones.
+        let hopper = context.info.arch == 90 && built_architectures().contains(&"90a");
+        let packs = options.compute == Compute::Fast && hopper;
+        let stream = Arc::new(Stream::new(&context)?);
         Ok(CudaBackend {
             options,
             packs,
             tiles: options.random_weights.map(Tiles::new),
             timings: false,
             graphs: Graphs::default(),
-            stream: Arc::new(Stream::new(&context)?),
+            staging: Staging::new(&context, &stream),
+            stream,
             kernels: Kernels::new(&context),
             mats: Vec::new(),
             gains: Vec::new(),
@@ -157,7 +164,7 @@ impl CudaBackend {
             let reason = format!("{rows} rows are not a whole number of groups of {group_rows}");
             return Err(Error::Tensor { tensor: first.name.clone(), reason });
         }
-        let mut store = Store { arena: &mut self.weights, stream: &self.stream };
+        let mut store = Store { arena: &mut self.weights, staging: &mut self.staging };
         let fast = self.packs.then_some(&mut self.tiles);
         let matrix = Matrix::new(&mut store, parts, group_rows, tied, fast)?;
         self.keep(matrix)
@@ -317,7 +324,7 @@ impl Backend for CudaBackend {
 
     fn pack_rows(&mut self, part: &TensorView<'_>) -> Result<Mat> {
         self.context.bind()?;
-        let mut store = Store { arena: &mut self.weights, stream: &self.stream };
+        let mut store = Store { arena: &mut self.weights, staging: &mut self.staging };
         let matrix = Matrix::table(&mut store, part, &mut self.tiles)?;
         self.keep(matrix)
     }
@@ -331,8 +338,8 @@ impl Backend for CudaBackend {
         let handle = Gain(u32::try_from(self.gains.len()).map_err(|_| too_many("vectors"))?);
         let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
         let ptr = self.weights.take(bytes.len())?;
-        // SAFETY: as many bytes were taken; the memory is not pinned, so it is read when this returns.
-        unsafe { self.stream.upload(ptr, &bytes)? };
+        // SAFETY: as many bytes were just taken.
+        unsafe { self.staging.copy(ptr, &bytes)? };
         self.gains.push((ptr, values.len()));
         self.most_gain.push(values.iter().fold(0.0, |most, v| v.abs().max(most)));
         Ok(handle)
@@ -348,6 +355,8 @@ impl Backend for CudaBackend {
 
     fn kv(&mut self, plan: &KvPlan) -> Result<()> {
         self.settle()?;
+        // Weights come before the pools.
+        self.staging.release()?;
         self.moves += 1;
         self.kv.resize(&self.context, &self.stream, plan)
     }
@@ -391,7 +400,11 @@ impl Backend for CudaBackend {
         }
         self.context.bind()?;
         self.pending = None;
-        let plan = if self.options.eager { Plan::Run } else { self.graphs.plan(shape, &self.upload.batch.taps, self.moved()) };
+        let plan = if self.options.eager {
+            Plan::Run
+        } else {
+            self.graphs.plan(shape, &self.upload.batch.taps, self.moved())
+        };
         let done = match plan {
             Plan::Run => self.run_once(shape, program),
             Plan::Record => self.record(shape, program).and_then(|()| self.repeat(shape)),

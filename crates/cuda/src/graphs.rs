@@ -154,11 +154,7 @@ mod tests {
     #[test]
     fn prompts_and_whatever_else_differs_are_never_recorded() {
         let (mut graphs, none) = (Graphs::default(), TapSet::default());
-        let odd = [
-            shape(8, 1),
-            shape(65, 65),
-            BatchShape { has_soft: true, ..shape(1, 1) },
-        ];
+        let odd = [shape(8, 1), shape(65, 65), BatchShape { has_soft: true, ..shape(1, 1) }];
         for shape in odd {
             graphs.ran(&shape, 0);
             assert!(matches!(graphs.plan(&shape, &none, 0), Plan::Run), "{shape:?}");
@@ -176,7 +172,10 @@ mod tests {
         }
         assert!(matches!(graphs.plan(&tapped, &some(3), 0), Plan::Record));
         assert!(matches!(graphs.plan(&tapped, &some(4), 0), Plan::Run));
-        assert!(matches!(graphs.plan(&shape(1, 1), &TapSet::default(), 0), Plan::Record), "it copies nothing");
+        assert!(
+            matches!(graphs.plan(&shape(1, 1), &TapSet::default(), 0), Plan::Record),
+            "it copies nothing"
+        );
         assert!(matches!(graphs.plan(&tapped, &some(4), 0), Plan::Run), "not before it ran");
     }
 }

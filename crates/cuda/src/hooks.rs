@@ -90,7 +90,11 @@ impl Set {
     fn bytes(&self) -> Vec<u8> {
         let places = [self.first, self.edits, self.units];
         let numbers = [self.layers, self.pad];
-        places.iter().flat_map(|p| p.0.to_le_bytes()).chain(numbers.iter().flat_map(|n| n.to_le_bytes())).collect()
+        places
+            .iter()
+            .flat_map(|p| p.0.to_le_bytes())
+            .chain(numbers.iter().flat_map(|n| n.to_le_bytes()))
+            .collect()
     }
 }
 

@@ -1,8 +1,8 @@
 //! The verbs, mapped to launches.
 
 use lapidary_ops::{
-    Act, Activation, AttnSpec, Error, ExpertSpec, Gain, KvFormat, Mat, Norm, Ops, PerLayerSpec, Phase, QkvSpec, Result,
-    RouteSpec, TapPoint, ValueSource,
+    Act, Activation, AttnSpec, Error, ExpertSpec, Gain, KvFormat, Mat, Norm, Ops, PerLayerSpec, Phase,
+    QkvSpec, Result, RouteSpec, TapPoint, ValueSource,
 };
 
 use crate::args::{MatrixArgs, Pool, Rows};
@@ -10,8 +10,8 @@ use crate::backend::{CudaBackend, Pending};
 use crate::driver::{DevPtr, Event};
 use crate::fast::Planes;
 use crate::graphs::Left;
-use crate::kernels::attention::{self, AttentionArgs};
 use crate::hooks::TapPlace;
+use crate::kernels::attention::{self, AttentionArgs};
 use crate::kernels::heads::{self, FinishArgs, MOST_HEAD_DIM};
 use crate::kernels::hooks::{self, Source, SteerArgs, TapArgs};
 use crate::kernels::product::{self, Grouped};
@@ -158,7 +158,13 @@ impl<'a> CudaOps<'a> {
     }
 
     /// Copies rows for the host: `y`, or with a second branch and an epsilon the sum of both, normed.
-    pub fn copy_out(&mut self, point: TapPoint, y: Source, z: Option<(Source, f32)>, width: i32) -> Result<()> {
+    pub fn copy_out(
+        &mut self,
+        point: TapPoint,
+        y: Source,
+        z: Option<(Source, f32)>,
+        width: i32,
+    ) -> Result<()> {
         let place = TapPlace { point, rows: self.rows, width: width as usize };
         let (index, floats) = (self.left.taps.len(), place.rows * place.width);
         let context = self.on.context().clone();
@@ -235,8 +241,15 @@ impl Ops for CudaOps<'_> {
         self.verb(|s| {
             s.all_rows("embed")?;
             s.ids_below(0, table)?;
-            let (o, t, tokens) = (s.act(out), s.mat(table)?, s.on.upload.columns.tokens);
-            same("embed", o.width, t.cols)?;
+            let (o, tokens) = (s.act(out), s.on.upload.columns.tokens);
+            same("embed", o.width, s.on.mats[table.0 as usize].cols as i32)?;
+            if s.on.mats[table.0 as usize].file.is_none()
+                && let Some(packed) = s.one_run(table)
+            {
+                // SAFETY: tokens are rows of the table, and widths agree.
+                return unsafe { Ok(rows::embed_packed(s.on.queue(), o, &packed, tokens, scale, s.rows)?) };
+            }
+            let t = s.mat(table)?;
             // SAFETY: tokens are rows of the table, and widths agree.
             unsafe { Ok(rows::embed(s.on.queue(), o, t, tokens, scale, s.rows)?) }
         });
@@ -482,14 +495,12 @@ impl Ops for CudaOps<'_> {
     }
 
     fn tap(&mut self, point: TapPoint, x: Act) {
-        self.verb(|s| {
-            match s.on.upload.batch.taps.wants(point) {
-                true => {
-                    let source = s.source(x);
-                    s.copy_out(point, source, None, s.act(x).width)
-                }
-                false => Ok(()),
+        self.verb(|s| match s.on.upload.batch.taps.wants(point) {
+            true => {
+                let source = s.source(x);
+                s.copy_out(point, source, None, s.act(x).width)
             }
+            false => Ok(()),
         });
     }
 

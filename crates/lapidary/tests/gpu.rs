@@ -20,6 +20,8 @@ mod fast_gpu;
 mod fast_hooks;
 #[path = "formats.rs"]
 mod formats;
+#[path = "fp8_kv.rs"]
+mod fp8_kv;
 #[path = "gguf_models.rs"]
 mod gguf_models;
 #[path = "goldens.rs"]
@@ -30,8 +32,12 @@ mod hard_cases_a;
 mod hard_cases_b;
 #[path = "hard_cases_h.rs"]
 mod hard_cases_h;
+#[path = "plan_gpu.rs"]
+mod plan_gpu;
 #[path = "refusals.rs"]
 mod refusals;
+#[path = "requantise.rs"]
+mod requantise;
 #[path = "slots.rs"]
 mod slots;
 #[path = "steering.rs"]

@@ -47,7 +47,8 @@ pub(crate) struct Planes {
 impl Planes {
     /// As copies for the host take it.
     pub fn source(&self) -> Source {
-        let (plane_stride, planes, stride) = (self.plane_stride as u64, self.count as i32, self.stride as i32);
+        let (plane_stride, planes, stride) =
+            (self.plane_stride as u64, self.count as i32, self.stride as i32);
         Source { p: self.ptr, plane_stride, planes, stride, ..Source::NONE }
     }
 }
@@ -264,7 +265,7 @@ impl CudaOps<'_> {
     }
 
     /// The one run of a matrix that is packed in one form.
-    pub(super) fn one_run(&self, w: Mat) -> Option<Weights> {
+    pub(crate) fn one_run(&self, w: Mat) -> Option<Weights> {
         match self.on.mats[w.0 as usize].packed.as_ref().map(|p| &p.runs[..]) {
             Some(&[(0, weights)]) => Some(weights),
             _ => None,

@@ -131,9 +131,11 @@ fn two_branches(list: &mut [Option<Verb>], fits: &dyn Fn(Act) -> bool) -> Vec<Br
 /// The last verb before `end` that reads or writes `act`, taps aside.
 fn last_use(list: &[Option<Verb>], end: usize, act: Act) -> Option<usize> {
     (0..end).rev().find(|&n| {
-        list[n].as_ref().is_some_and(|v| !matches!(v, Verb::Tap(..)) && {
-            let (reads, writes) = v.uses();
-            reads.contains(&act) || writes.contains(&act)
+        list[n].as_ref().is_some_and(|v| {
+            !matches!(v, Verb::Tap(..)) && {
+                let (reads, writes) = v.uses();
+                reads.contains(&act) || writes.contains(&act)
+            }
         })
     })
 }

@@ -29,8 +29,15 @@ pub struct Source {
 
 impl Source {
     /// No source.
-    pub const NONE: Source =
-        Source { p: DevPtr::NULL, gain: DevPtr::NULL, plane_stride: 0, planes: 0, stride: 0, bf16: 0, pad: 0 };
+    pub const NONE: Source = Source {
+        p: DevPtr::NULL,
+        gain: DevPtr::NULL,
+        plane_stride: 0,
+        planes: 0,
+        stride: 0,
+        bf16: 0,
+        pad: 0,
+    };
 
     /// A buffer.
     pub fn rows(rows: Rows) -> Source {
