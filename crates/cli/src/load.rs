@@ -1,9 +1,10 @@
 //! Loading a model, with progress and with a look at the memory first.
 
 use anyhow::bail;
+use lapidary::budget::{self, Fit};
 use lapidary::plan::{MemoryPlan, PlanOptions};
 use lapidary::service::{Service, ServiceOptions};
-use lapidary::{Checkpoint, Config, Gemma, LoadOptions, Progress, Stepper};
+use lapidary::{Checkpoint, Config, Device, Gemma, LoadOptions, Progress, Stepper};
 use lapidary_model::Limits;
 
 use crate::model_args::{ComputeArg, DeviceArgs, LoadArgs, ModelArgs};
@@ -22,7 +23,15 @@ fn plan_for(checkpoint: &Checkpoint, config: &Config, options: &LoadOptions, seq
     MemoryPlan::new(
         checkpoint,
         config,
-        &PlanOptions { context, sequences, limits, kv, compute: options.compute, device: options.device },
+        &PlanOptions {
+            context,
+            sequences,
+            limits,
+            kv,
+            compute: options.compute,
+            device: options.device,
+            requantise: options.requantise,
+        },
     )
 }
 
@@ -32,15 +41,16 @@ pub fn stepper(
     options: &LoadOptions,
     device: &DeviceArgs,
 ) -> anyhow::Result<Stepper> {
-    prepare(checkpoint, options, device, 1)?;
-    Ok(lapidary::load_stepper(checkpoint, options, &mut progress())?)
+    let mut options = options.clone();
+    prepare(checkpoint, &mut options, device, 1)?;
+    Ok(lapidary::load_stepper(checkpoint, &options, &mut progress())?)
 }
 
 /// Loads a model with its text, and tells what there is to know about it.
 pub fn gemma(model: &ModelArgs, load: &LoadArgs, compute: ComputeArg) -> anyhow::Result<Gemma> {
     let checkpoint = source::open(model)?;
-    let options = load.options(compute);
-    prepare(&checkpoint, &options, &load.device, 1)?;
+    let mut options = load.options(compute);
+    prepare(&checkpoint, &mut options, &load.device, 1)?;
     let gemma = Gemma::from_checkpoint(&checkpoint, &options, &mut progress())?;
     gemma.notes().iter().for_each(|note| eprintln!("note: {note}"));
     Ok(gemma)
@@ -54,8 +64,8 @@ pub fn service(
     options: ServiceOptions,
 ) -> anyhow::Result<Service> {
     let checkpoint = source::open(model)?;
-    let load_options = load.options(compute);
-    prepare(&checkpoint, &load_options, &load.device, options.sequences)?;
+    let mut load_options = load.options(compute);
+    prepare(&checkpoint, &mut load_options, &load.device, options.sequences)?;
     let service = Service::start(&checkpoint, &load_options, options, &mut progress())?;
     service.model_info().notes.iter().for_each(|note| eprintln!("note: {note}"));
     Ok(service)
@@ -72,11 +82,11 @@ fn progress() -> impl FnMut(Progress) {
     move |p| bar.at(p.done as u64, p.total as u64)
 }
 
-/// Refuses a plan that exceeds the free memory: the system would otherwise end the process, without a word, somewhere
-/// on the way.
+/// Holds the plan against the memory there is: refuses what does not fit, since the system would otherwise end the
+/// process, without a word, somewhere on the way; cuts the context where that is allowed.
 fn prepare(
     checkpoint: &Checkpoint,
-    options: &LoadOptions,
+    options: &mut LoadOptions,
     device: &DeviceArgs,
     sequences: usize,
 ) -> anyhow::Result<()> {
@@ -88,21 +98,58 @@ fn prepare(
             "note: a context of {context} is longer than the {most} tokens that the model was made for"
         );
     }
+    if device.max_vram.is_some() && options.device == Device::Cpu {
+        bail!("--max-vram is about the memory of a GPU: add --device cuda");
+    }
     if device.ignore_memory {
         return Ok(());
     }
-    let plan = plan_for(checkpoint, &config, options, sequences);
-    match options.device.available() {
-        Some(available) if plan.total() > available => bail!(
-            "the model needs {} of memory (weights {}, keys and values {}, activations {}), {} are available on {}; lower \
-             --ctx, take a smaller quantisation, or pass --ignore-memory to try",
-            report::bytes(plan.total()),
-            report::bytes(plan.weight_bytes()),
-            report::bytes(plan.kv_bytes()),
-            report::bytes(plan.activation_bytes()),
-            report::bytes(available),
-            options.device
-        ),
-        _ => Ok(()),
-    }
+    let budget = match (options.device.available(), device.max_vram) {
+        (Some(free), Some(most)) => free.min(most),
+        (Some(bytes), None) | (None, Some(bytes)) => bytes,
+        (None, None) => return Ok(()),
+    };
+    let with = |context| LoadOptions { context: Some(context), ..options.clone() };
+    let plan_of = |context| plan_for(checkpoint, &config, &with(context), sequences);
+    let total = |context| plan_of(context).total();
+    let least = device.min_ctx.map_or(context, |n| (n as usize).min(context));
+    let longest = match budget::fit(context, least, budget, &total) {
+        Fit::AsWanted => return Ok(()),
+        Fit::Shorter(n) => {
+            eprintln!(
+                "note: a context of {n} in place of {context}: {}",
+                arithmetic(&plan_of(context), budget)
+            );
+            *options = with(n);
+            return Ok(());
+        }
+        Fit::TooLarge { longest } => longest,
+    };
+    let remedy = match longest {
+        Some(n) if device.min_ctx.is_some() => {
+            format!("the longest context that fits is {n}, below --min-ctx")
+        }
+        Some(n) => {
+            format!("the longest context that fits is {n}: pass --ctx {n}, or --min-ctx to take what fits")
+        }
+        None => "no context fits: take a smaller quantisation".to_owned(),
+    };
+    bail!(
+        "the model does not fit on {}: {}; {remedy}, or pass --ignore-memory to try",
+        options.device,
+        arithmetic(&plan_of(context), budget)
+    )
+}
+
+/// What a plan adds up to, and what there is.
+fn arithmetic(plan: &MemoryPlan, budget: u64) -> String {
+    format!(
+        "weights {} + keys and values {} + activations {} + kernels' own {} = {} of memory, {} are available",
+        report::bytes(plan.weight_bytes()),
+        report::bytes(plan.kv_bytes()),
+        report::bytes(plan.activation_bytes()),
+        report::bytes(plan.device_bytes),
+        report::bytes(plan.total()),
+        report::bytes(budget)
+    )
 }
