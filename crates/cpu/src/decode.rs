@@ -5,7 +5,7 @@
 
 use lapidary_formats::{Format, Scales, TensorView};
 
-use crate::int8::decode_file_row;
+use crate::int8::{beside, decode_file_row};
 use crate::level::{Isa, for_level};
 
 /// Decodes row `row` of `view`.
@@ -24,7 +24,17 @@ pub(crate) fn decode_row(isa: Isa, view: &TensorView<'_>, row: usize, out: &mut 
                 fp8(isa, bytes, scale, out);
             }
         }
-        (format, Scales::None) if decode_file_row(isa, format, bytes, out) => {}
+        (format, Scales::None) if decode_file_row(isa, format, bytes, &[], out) => {}
+        (format, scales @ (Scales::Nvfp4 { .. } | Scales::Group32Bf16(_) | Scales::Tensor(_))) => {
+            let (beside, multiplier) = beside(scales);
+            let of_row = beside.len() / view.rows;
+            if !decode_file_row(isa, format, bytes, &beside[row * of_row..][..of_row], out) {
+                return lapidary_formats::decode_row(view, row, out);
+            }
+            if multiplier != 1.0 {
+                out.iter_mut().for_each(|v| *v *= multiplier);
+            }
+        }
         _ => lapidary_formats::decode_row(view, row, out),
     }
 }

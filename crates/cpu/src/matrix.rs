@@ -230,6 +230,7 @@ fn pack(packing: Packing<'_>, view: &TensorView<'_>) -> Result<Option<Tiles>> {
         // At once, so that a matrix is never resident twice: a vocabulary's may be most of a model.
         if let Some(map) = &map {
             map.release(chunk.bytes);
+            map.release(crate::int8::beside(&chunk.scales).0);
         }
         Ok(())
     })?;
@@ -250,8 +251,13 @@ fn in_row_chunks(
     let shaped = view.format.row_bytes(view.cols).and_then(|b| b.checked_mul(view.rows));
     let row_bytes = view.format.row_bytes(view.cols).unwrap_or(0);
     let rows = (CHUNK_BYTES / row_bytes.max(1)).next_multiple_of(CHUNK_OF).max(CHUNK_OF);
-    let sliceable =
-        shaped == Some(view.bytes.len()) && matches!(view.scales, Scales::None | Scales::Tensor(_));
+    let scales = match view.scales {
+        Scales::None | Scales::Tensor(_) => Some(0),
+        Scales::Nvfp4 { blocks, .. } => Some(blocks.len()).filter(|&n| n == view.rows * (view.cols / 16)),
+        Scales::Group32Bf16(bytes) => Some(bytes.len()).filter(|&n| n == view.rows * (view.cols / 32) * 2),
+        _ => None,
+    };
+    let sliceable = shaped == Some(view.bytes.len()) && scales.is_some();
     if !sliceable || view.rows <= rows {
         return f(view, 0..view.rows);
     }

@@ -8,8 +8,8 @@
 //!
 //! Lane r of every vector belongs to row r, so nothing is summed across lanes and an output's order of sums is
 //! that of its blocks, however many rows of x are taken at once. The offset is taken out by starting the
-//! integer sum at `-offset * xsum`. With halves, each half block's integer is first multiplied by its own whole
-//! factor; all stay far below 2^31.
+//! integer sum at `-offset * xsum`. With halves, each half block's integer is first multiplied by its own factor:
+//! a whole one, where all stay far below 2^31, or a float32 scale. A multiplier of the whole matrix comes last.
 //!
 //! Ceiling: with one row of x the bytes of the tile; with eight, eight dot instructions and about four others
 //! for each block of each row.
@@ -25,7 +25,7 @@ use super::activations::{BLOCK, Head, QuantRows};
 use super::codes::Codes;
 use super::formats::{Kind, with_kind};
 use super::lanes::{LANES, Lanes, Plain};
-use super::scaling::{Factors, Scaling, Unpacked};
+use super::scaling::{Factors, Grain, Scaling, Unpacked};
 use super::tiles::tile_bytes;
 #[cfg(target_arch = "x86_64")]
 use super::x86::{Avx2, Avx512Vnni};
@@ -44,7 +44,8 @@ const fn bytes_ahead<K: Kind>() -> usize {
 /// The features of the level that it was chosen for; at `tile` are `tiles` whole tiles, 1 or 2, of `x.width` inputs of
 /// the format that it was chosen for, `x` has `count` whole rows, and `out` has room for `x.count` rows of [`PAIR`] floats,
 /// of which the last 16 are used only with two tiles.
-pub(crate) type Kernel = unsafe fn(tile: *const u8, tiles: usize, x: QuantRows<'_>, out: *mut f32);
+pub(crate) type Kernel =
+    unsafe fn(tile: *const u8, tiles: usize, x: QuantRows<'_>, multiplier: f32, out: *mut f32);
 
 /// Floats from one row's results to the next: two tiles' worth.
 pub(crate) const PAIR: usize = 2 * LANES;
@@ -78,16 +79,22 @@ fn choose_kind<K: Kind>(isa: Isa) -> Choice {
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-unsafe fn avx512vnni<K: Kind>(tile: *const u8, tiles: usize, x: QuantRows<'_>, out: *mut f32) {
+unsafe fn avx512vnni<K: Kind>(
+    tile: *const u8,
+    tiles: usize,
+    x: QuantRows<'_>,
+    multiplier: f32,
+    out: *mut f32,
+) {
     // SAFETY: the caller's.
-    unsafe { run::<Avx512Vnni, K>(tile, tiles, x, out) }
+    unsafe { run::<Avx512Vnni, K>(tile, tiles, x, multiplier, out) }
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn avx2<K: Kind>(tile: *const u8, tiles: usize, x: QuantRows<'_>, out: *mut f32) {
+unsafe fn avx2<K: Kind>(tile: *const u8, tiles: usize, x: QuantRows<'_>, multiplier: f32, out: *mut f32) {
     // SAFETY: the caller's.
-    unsafe { run::<Avx2, K>(tile, tiles, x, out) }
+    unsafe { run::<Avx2, K>(tile, tiles, x, multiplier, out) }
 }
 
 /// One row or two wait for memory: two tiles are read side by side, which gives more of it than one. With more rows a
@@ -96,19 +103,26 @@ unsafe fn avx2<K: Kind>(tile: *const u8, tiles: usize, x: QuantRows<'_>, out: *m
 /// # Safety
 /// As for [`Kernel`].
 #[inline(always)]
-unsafe fn run<S: Lanes, K: Kind>(tile: *const u8, tiles: usize, x: QuantRows<'_>, out: *mut f32) {
+unsafe fn run<S: Lanes, K: Kind>(
+    tile: *const u8,
+    tiles: usize,
+    x: QuantRows<'_>,
+    multiplier: f32,
+    out: *mut f32,
+) {
+    let multiplier = multiplier * K::Scaling::UNIT;
     // SAFETY: the caller's.
     unsafe {
         match (x.count, tiles) {
-            (1, 1) => few::<S, K, 1, 1>(tile, x, out),
-            (1, _) => few::<S, K, 1, 2>(tile, x, out),
-            (2, 1) => few::<S, K, 2, 1>(tile, x, out),
-            (2, _) => few::<S, K, 2, 2>(tile, x, out),
+            (1, 1) => few::<S, K, 1, 1>(tile, x, multiplier, out),
+            (1, _) => few::<S, K, 1, 2>(tile, x, multiplier, out),
+            (2, 1) => few::<S, K, 2, 1>(tile, x, multiplier, out),
+            (2, _) => few::<S, K, 2, 2>(tile, x, multiplier, out),
             _ => {
                 for t in 0..tiles {
                     let tile = tile.add(t * tile_bytes::<K>(x.width));
                     for first in (0..x.count).step_by(AT_ONCE) {
-                        many::<S, K>(tile, x, first, out.add(t * LANES));
+                        many::<S, K>(tile, x, first, multiplier, out.add(t * LANES));
                     }
                 }
             }
@@ -124,6 +138,7 @@ unsafe fn run<S: Lanes, K: Kind>(tile: *const u8, tiles: usize, x: QuantRows<'_>
 unsafe fn few<S: Lanes, K: Kind, const M: usize, const T: usize>(
     tile: *const u8,
     x: QuantRows<'_>,
+    multiplier: f32,
     out: *mut f32,
 ) {
     let blocks = x.width / BLOCK;
@@ -165,7 +180,7 @@ unsafe fn few<S: Lanes, K: Kind, const M: usize, const T: usize>(
         }
         for (t, acc) in acc.into_iter().enumerate() {
             for (m, acc) in acc.into_iter().enumerate() {
-                S::store(acc, out.add(m * PAIR + t * LANES));
+                S::store(S::mul(acc, S::floats(multiplier)), out.add(m * PAIR + t * LANES));
             }
         }
     }
@@ -179,7 +194,13 @@ const AT_ONCE: usize = 64;
 /// # Safety
 /// As for [`Kernel`]; x has row `first`.
 #[inline(always)]
-unsafe fn many<S: Lanes, K: Kind>(tile: *const u8, x: QuantRows<'_>, first: usize, out: *mut f32) {
+unsafe fn many<S: Lanes, K: Kind>(
+    tile: *const u8,
+    x: QuantRows<'_>,
+    first: usize,
+    multiplier: f32,
+    out: *mut f32,
+) {
     let blocks = x.width / BLOCK;
     let ahead = bytes_ahead::<K>() / K::Codes::BYTES;
     let tile_bytes = tile_bytes::<K>(x.width);
@@ -225,7 +246,7 @@ unsafe fn many<S: Lanes, K: Kind>(tile: *const u8, x: QuantRows<'_>, first: usiz
             scales = scales.add(K::Scaling::BYTES);
         }
         for m in 0..count {
-            S::store(acc.add(m).read(), out.add((first + m) * PAIR));
+            S::store(S::mul(acc.add(m).read(), S::floats(multiplier)), out.add((first + m) * PAIR));
         }
     }
 }
@@ -270,7 +291,7 @@ unsafe fn block<S: Lanes, K: Kind, const M: usize>(
         let row = x.bytes.as_ptr().add(first * x.stride);
         let codes = |m: usize| row.add(m * x.stride + b * BLOCK).cast::<i8>();
         let head = |m: usize| &*row.add(m * x.stride + x.width).cast::<Head>().add(b);
-        if K::Scaling::HALVES {
+        if K::Scaling::GRAIN != Grain::Block {
             let mut sums = [[S::ints(0); M]; 2];
             for m in 0..M {
                 let head = head(m);
@@ -286,6 +307,13 @@ unsafe fn block<S: Lanes, K: Kind, const M: usize>(
             for m in 0..M {
                 let (head, acc) = (head(m), &mut *acc.add(m));
                 let scale = S::floats(head.scale);
+                if K::Scaling::GRAIN == Grain::ScaledHalves {
+                    // Both products are exact: sums of 15 bits, scales of 4.
+                    let first = S::mul(S::to_floats(sums[0][m]), f.half_scales[0]);
+                    let both = S::mul_add(S::to_floats(sums[1][m]), f.half_scales[1], first);
+                    *acc = S::mul_add(both, scale, *acc);
+                    continue;
+                }
                 let scaled =
                     S::add_ints(S::mul_ints(sums[0][m], f.halves[0]), S::mul_ints(sums[1][m], f.halves[1]));
                 *acc = S::mul_add(S::to_floats(scaled), S::mul(f.scale, scale), *acc);

@@ -3,7 +3,7 @@
 //! A vector is 16 lanes of 32 bits, one lane for each row of a tile: as [`Lanes::B`] four bytes a lane, as
 //! [`Lanes::I`] an integer, as [`Lanes::F`] a float32. A level implements them with whatever registers it has.
 
-use half::f16;
+use half::{bf16, f16};
 
 /// Rows of a tile.
 pub(crate) const LANES: usize = 16;
@@ -59,6 +59,10 @@ pub(crate) trait Lanes: Copy {
     unsafe fn high_nibbles(a: Self::I) -> Self::I;
     /// 16 f16 at `p`.
     unsafe fn load_f16(p: *const u8) -> Self::F;
+    /// 16 bf16 at `p`.
+    unsafe fn load_bf16(p: *const u8) -> Self::F;
+    /// 16 E4M3 bytes at `p`, each as `2^-8` of its number; a NaN is none.
+    unsafe fn load_e4m3(p: *const u8) -> Self::F;
     /// 16 E8M0 bytes at `p`, each as `2^(e - 128)`, half the scale that it stands for.
     unsafe fn load_half_e8m0(p: *const u8) -> Self::F;
     unsafe fn floats(v: f32) -> Self::F;
@@ -146,6 +150,12 @@ impl Lanes for Plain {
         fn high_nibbles(a: [i32; 16]) -> [i32; 16] { lanes(a, |_, v| v >> 4) }
         fn load_f16(p: *const u8) -> [f32; 16] {
             lanes(p.cast::<[[u8; 2]; 16]>().read(), |_, v| f16::from_le_bytes(v).to_f32())
+        }
+        fn load_bf16(p: *const u8) -> [f32; 16] {
+            lanes(p.cast::<[[u8; 2]; 16]>().read(), |_, v| bf16::from_le_bytes(v).to_f32())
+        }
+        fn load_e4m3(p: *const u8) -> [f32; 16] {
+            lanes(p.cast::<[u8; 16]>().read(), |_, v| lapidary_formats::fp8::e4m3_to_f32(v) / 256.0)
         }
         fn load_half_e8m0(p: *const u8) -> [f32; 16] {
             lanes(p.cast::<[u8; 16]>().read(), |_, e| lapidary_formats::codec::mxfp4::half_scale(e))

@@ -17,7 +17,7 @@ pub(crate) mod tiles;
 mod x86;
 
 pub(crate) use file_rows::decode_file_row;
-pub(crate) use formats::is_packed;
+pub(crate) use formats::{beside, is_packed};
 pub(crate) use kernel::PAIR;
 
 /// Name of the instruction set whose kernel multiplies `format`, if the format is packed.

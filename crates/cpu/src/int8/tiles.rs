@@ -11,7 +11,7 @@ use lapidary_ops::Result;
 use super::activations::{BLOCK, QuantRows};
 use super::codes::Codes;
 use super::file_rows::half_values;
-use super::formats::{Kind, with_kind};
+use super::formats::{Kind, beside, with_kind};
 use super::kernel::{Choice, PAIR, choose};
 use super::lanes::LANES;
 use super::scaling::Scaling;
@@ -28,6 +28,8 @@ pub(crate) struct Tiles {
     /// Inputs.
     pub cols: usize,
     choice: Choice,
+    /// Of the whole matrix.
+    multiplier: f32,
     tile_bytes: usize,
     data: Aligned,
 }
@@ -39,7 +41,9 @@ impl Tiles {
         let choice = choose(isa, view.format).expect("every packed format has kernels");
         let bytes = view.rows.div_ceil(LANES).saturating_mul(tile_bytes);
         let data = slabs.zeroed(bytes, &view.name)?;
-        Ok(Some(Tiles { format: view.format, rows: view.rows, cols: view.cols, choice, tile_bytes, data }))
+        let multiplier = beside(&view.scales).1;
+        let (format, rows, cols) = (view.format, view.rows, view.cols);
+        Ok(Some(Tiles { format, rows, cols, choice, multiplier, tile_bytes, data }))
     }
 
     /// Bytes held.
@@ -62,7 +66,10 @@ impl Tiles {
         let rows = LANES.min(self.rows - tile * LANES);
         let row_bytes = view.row_bytes();
         let bytes = &view.bytes[tile * LANES * row_bytes..][..rows * row_bytes];
-        with_kind!(self.format, K => pack_rows::<K>(bytes, row_bytes, self.cols, out));
+        let scales = beside(&view.scales).0;
+        let scale_bytes = scales.len() / view.rows;
+        let scales = &scales[tile * LANES * scale_bytes..][..rows * scale_bytes];
+        with_kind!(self.format, K => pack_rows::<K>(bytes, scales, self.cols, out));
     }
 
     /// Decodes row `row` exactly as the format defines it.
@@ -70,6 +77,7 @@ impl Tiles {
         assert!(row < self.rows && out.len() == self.cols, "row {row} of {} rows", self.rows);
         let tile = self.tile(row / LANES);
         with_kind!(self.format, K => decode_row::<K>(tile, row % LANES, out));
+        multiply(out, self.multiplier);
     }
 
     /// `out[i, r] = x_i . w_(16 tile + r)` of one tile or two, [`PAIR`] floats from one row of x to the next; what lies
@@ -79,7 +87,7 @@ impl Tiles {
         assert!(x.stride >= super::activations::row_bytes(x.width) && out.len() >= x.count * PAIR);
         let data = &self.data.as_slice()[tile * self.tile_bytes..][..tiles * self.tile_bytes];
         // SAFETY: the kernel was chosen for a level that was detected and for this format; lengths are asserted.
-        unsafe { (self.choice.kernel)(data.as_ptr(), tiles, x, out.as_mut_ptr()) }
+        unsafe { (self.choice.kernel)(data.as_ptr(), tiles, x, self.multiplier, out.as_mut_ptr()) }
     }
 
     fn tile(&self, tile: usize) -> &[u8] {
@@ -96,8 +104,16 @@ pub(crate) fn packed_bytes(format: Format, rows: usize, cols: usize) -> Option<u
     Some(rows.div_ceil(LANES).saturating_mul(tile_bytes_of(format, cols)?))
 }
 
+/// `None` also for rows of NVFP4 that end in half a block.
 fn tile_bytes_of(format: Format, cols: usize) -> Option<usize> {
-    with_kind!(format, K => tile_bytes::<K>(cols))
+    with_kind!(format, K => cols.is_multiple_of(super_len::<K>()).then(|| tile_bytes::<K>(cols))).flatten()
+}
+
+/// By a matrix's multiplier, if it has one.
+fn multiply(values: &mut [f32], multiplier: f32) {
+    if multiplier != 1.0 {
+        values.iter_mut().for_each(|v| *v *= multiplier);
+    }
 }
 
 /// Bytes of a tile.
@@ -106,15 +122,18 @@ pub(super) fn tile_bytes<K: Kind>(cols: usize) -> usize {
     (codes + cols / super_len::<K>() * K::Scaling::BYTES).next_multiple_of(64)
 }
 
-fn pack_rows<K: Kind>(bytes: &[u8], row_bytes: usize, cols: usize, out: &mut [u8]) {
+/// Packs up to 16 rows; `beside` are their scales beside the codes.
+fn pack_rows<K: Kind>(bytes: &[u8], beside: &[u8], cols: usize, out: &mut [u8]) {
     let (codes, scales) = out.split_at_mut(cols / BLOCK * K::Codes::BYTES);
-    for (r, row) in bytes.chunks_exact(row_bytes).enumerate() {
-        let files = row.chunks_exact(K::FORMAT.block_bytes());
-        for ((file, scales), codes) in files
+    let supers = cols / super_len::<K>();
+    for (r, row) in bytes.chunks_exact(supers * K::FILE_BYTES).enumerate() {
+        let files = row.chunks_exact(K::FILE_BYTES).enumerate();
+        for (((i, file), scales), codes) in files
             .zip(scales.chunks_exact_mut(K::Scaling::BYTES))
             .zip(codes.chunks_exact_mut(K::Scaling::BLOCKS * K::Codes::BYTES))
         {
-            K::Scaling::put(file, r, scales);
+            let beside = &beside[(r * supers + i) * K::Scaling::BESIDE..][..K::Scaling::BESIDE];
+            K::Scaling::put(file, beside, r, scales);
             for (j, block) in codes.chunks_exact_mut(K::Codes::BYTES).enumerate() {
                 K::Codes::put(&K::words(file, j), r, block);
             }
@@ -137,7 +156,7 @@ fn decode_row<K: Kind>(tile: &[u8], row: usize, out: &mut [f32]) {
 
 #[cfg(test)]
 mod tests {
-    use lapidary_formats::{Format, decode_row, encode_rows};
+    use lapidary_formats::{Encoded, EncodedScales, Format, decode_row, encode_rows};
 
     use super::super::activations::{Head, quantise, row_bytes, split_row};
     use super::super::is_packed;
@@ -158,20 +177,19 @@ mod tests {
         [Level::Scalar, Level::Avx2, Level::Avx512].into_iter().filter_map(|l| Isa::new(Some(l)))
     }
 
-    /// Bytes with every code and scale byte possible, scales kept finite by clearing the top exponent bit.
-    fn random_rows(format: Format, rows: usize, cols: usize) -> Vec<u8> {
-        let encoded = encode_rows(format, &values(rows * cols, 3), rows, cols).expect("finite values");
-        let mut bytes = encoded.view("w").bytes.to_vec();
+    /// Bytes with every code and scale byte possible that is a number.
+    fn random_rows(format: Format, rows: usize, cols: usize) -> Encoded {
+        let mut encoded = encode_rows(format, &values(rows * cols, 3), rows, cols).expect("finite values");
         let f16s: &[usize] = match format {
             Format::Q4_1 | Format::Q5_1 | Format::Q4K | Format::Q5K => &[0, 2],
             Format::Q2K => &[80, 82],
             Format::Q3K => &[108],
             Format::Q6K => &[208],
-            Format::Mxfp4 => &[],
+            Format::Mxfp4 | Format::Nvfp4 | Format::GgufNvfp4 | Format::Int4G32 => &[],
             _ => &[0],
         };
         let mut s = 7u32;
-        for block in bytes.chunks_exact_mut(format.block_bytes()) {
+        for block in encoded.bytes.chunks_exact_mut(format.block_bytes()) {
             let keep = block.to_vec();
             for byte in block.iter_mut() {
                 s = s.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
@@ -184,8 +202,23 @@ mod tests {
             if format == Format::Mxfp4 {
                 block[0] = keep[0];
             }
+            if format == Format::GgufNvfp4 {
+                block[..4].iter_mut().for_each(|b| *b = (*b & 0x7F).min(0x7E));
+            }
         }
-        bytes
+        match &mut encoded.scales {
+            EncodedScales::Nvfp4 { blocks, tensor } => {
+                *tensor = 0.37;
+                let numbers = (0..=255u8).filter(|b| b & 0x7F != 0x7F).cycle();
+                blocks.iter_mut().zip(numbers).for_each(|(b, number)| *b = number);
+            }
+            EncodedScales::Group32Bf16(bytes) => {
+                bytes.chunks_exact_mut(6).for_each(|three| three[1] ^= 0x80);
+            }
+            none if format == Format::GgufNvfp4 => *none = EncodedScales::Tensor(-2.3),
+            _ => {}
+        }
+        encoded
     }
 
     fn each_case(mut f: impl FnMut(Isa, &TensorView<'_>, &Tiles)) {
@@ -194,15 +227,8 @@ mod tests {
                 if !cols.is_multiple_of(format.block_len()) {
                     continue;
                 }
-                let bytes = random_rows(format, rows, cols);
-                let view = TensorView {
-                    name: "w".into(),
-                    rows,
-                    cols,
-                    format,
-                    bytes: &bytes,
-                    scales: lapidary_formats::Scales::None,
-                };
+                let rows_of_format = random_rows(format, rows, cols);
+                let view = rows_of_format.view("w");
                 for isa in levels() {
                     let tiles = Tiles::empty(isa, &view, &Slabs::default())
                         .expect("memory")

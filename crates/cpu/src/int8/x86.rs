@@ -12,6 +12,20 @@ pub(crate) struct Avx512Vnni;
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Avx2;
 
+/// 16 E4M3 bytes as f16 numbers, 2^-8 of them each: the exponents' fields differ by eight, subnormals too.
+///
+/// # Safety
+/// AVX2, and 16 bytes at `p`.
+#[inline(always)]
+unsafe fn e4m3_as_f16(p: *const u8) -> __m256i {
+    // SAFETY: the caller's.
+    unsafe {
+        let wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(p.cast()));
+        // The sign's copies between sign and exponent go.
+        _mm256_and_si256(_mm256_slli_epi16::<7>(wide), _mm256_set1_epi16(0xBF80u16 as i16))
+    }
+}
+
 impl Lanes for Avx512Vnni {
     type B = __m512i;
     type I = __m512i;
@@ -46,6 +60,11 @@ impl Lanes for Avx512Vnni {
         fn low_nibbles(a: __m512i) -> __m512i { _mm512_and_si512(a, _mm512_set1_epi32(15)) }
         fn high_nibbles(a: __m512i) -> __m512i { _mm512_srli_epi32::<4>(a) }
         fn load_f16(p: *const u8) -> __m512 { _mm512_cvtph_ps(_mm256_loadu_si256(p.cast())) }
+        fn load_bf16(p: *const u8) -> __m512 {
+            let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast()));
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide))
+        }
+        fn load_e4m3(p: *const u8) -> __m512 { _mm512_cvtph_ps(e4m3_as_f16(p)) }
         fn load_half_e8m0(p: *const u8) -> __m512 {
             // Below 2 the number is subnormal.
             let e = _mm512_cvtepu8_epi32(_mm_loadu_si128(p.cast()));
@@ -135,6 +154,16 @@ impl Lanes for Avx2 {
         fn high_nibbles(a: [__m256i; 2]) -> [__m256i; 2] { both!(_mm256_srli_epi32::<4>, a) }
         fn load_f16(p: *const u8) -> [__m256; 2] {
             [_mm256_cvtph_ps(_mm_loadu_si128(p.cast())), _mm256_cvtph_ps(_mm_loadu_si128(p.add(16).cast()))]
+        }
+        fn load_bf16(p: *const u8) -> [__m256; 2] {
+            let (a, b) = (_mm_loadu_si128(p.cast()), _mm_loadu_si128(p.add(16).cast()));
+            let wide = [_mm256_cvtepu16_epi32(a), _mm256_cvtepu16_epi32(b)];
+            let moved = both!(_mm256_slli_epi32::<16>, wide);
+            both!(_mm256_castsi256_ps, moved)
+        }
+        fn load_e4m3(p: *const u8) -> [__m256; 2] {
+            let f16s = e4m3_as_f16(p);
+            [_mm256_cvtph_ps(_mm256_castsi256_si128(f16s)), _mm256_cvtph_ps(_mm256_extracti128_si256::<1>(f16s))]
         }
         fn load_half_e8m0(p: *const u8) -> [__m256; 2] {
             // Below 2 the number is subnormal.
