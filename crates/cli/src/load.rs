@@ -11,18 +11,45 @@ use crate::progress::{Bar, Unit};
 use crate::{report, source};
 
 /// The memory plan for one sequence with these options.
-pub fn plan(checkpoint: &Checkpoint, config: &Config, options: &LoadOptions) -> MemoryPlan {
-    plan_for(checkpoint, config, options, 1)
+pub fn plan(
+    checkpoint: &Checkpoint,
+    config: &Config,
+    options: &LoadOptions,
+    device: &DeviceArgs,
+) -> MemoryPlan {
+    plan_for(checkpoint, config, options, device, 1)
 }
 
-fn plan_for(checkpoint: &Checkpoint, config: &Config, options: &LoadOptions, sequences: usize) -> MemoryPlan {
+/// Bytes that a model may take, as far as anybody can tell.
+pub fn memory(device: &DeviceArgs) -> Option<u64> {
+    match device.max_memory {
+        Some(mib) => Some(u64::from(mib) << 20),
+        None => device.device.available(),
+    }
+}
+
+fn plan_for(
+    checkpoint: &Checkpoint,
+    config: &Config,
+    options: &LoadOptions,
+    device: &DeviceArgs,
+    sequences: usize,
+) -> MemoryPlan {
     let context = options.context_for(config);
     let limits = Limits { rows: options.chunk.clamp(1, context.max(1)), head_rows: options.head_rows.max(1) };
     let kv = [options.kv_format(); 2];
     MemoryPlan::new(
         checkpoint,
         config,
-        &PlanOptions { context, sequences, limits, kv, compute: options.compute, device: options.device },
+        &PlanOptions {
+            context,
+            sequences,
+            limits,
+            kv,
+            compute: options.compute,
+            device: options.device,
+            memory: if device.ignore_memory { None } else { memory(device) },
+        },
     )
 }
 
@@ -32,15 +59,14 @@ pub fn stepper(
     options: &LoadOptions,
     device: &DeviceArgs,
 ) -> anyhow::Result<Stepper> {
-    prepare(checkpoint, options, device, 1)?;
-    Ok(lapidary::load_stepper(checkpoint, options, &mut progress())?)
+    let options = prepare(checkpoint, options.clone(), device, 1)?;
+    Ok(lapidary::load_stepper(checkpoint, &options, &mut progress())?)
 }
 
 /// Loads a model with its text, and tells what there is to know about it.
 pub fn gemma(model: &ModelArgs, load: &LoadArgs, compute: ComputeArg) -> anyhow::Result<Gemma> {
     let checkpoint = source::open(model)?;
-    let options = load.options(compute);
-    prepare(&checkpoint, &options, &load.device, 1)?;
+    let options = prepare(&checkpoint, load.options(compute), &load.device, 1)?;
     let gemma = Gemma::from_checkpoint(&checkpoint, &options, &mut progress())?;
     gemma.notes().iter().for_each(|note| eprintln!("note: {note}"));
     Ok(gemma)
@@ -54,8 +80,7 @@ pub fn service(
     options: ServiceOptions,
 ) -> anyhow::Result<Service> {
     let checkpoint = source::open(model)?;
-    let load_options = load.options(compute);
-    prepare(&checkpoint, &load_options, &load.device, options.sequences)?;
+    let load_options = prepare(&checkpoint, load.options(compute), &load.device, options.sequences)?;
     let service = Service::start(&checkpoint, &load_options, options, &mut progress())?;
     service.model_info().notes.iter().for_each(|note| eprintln!("note: {note}"));
     Ok(service)
@@ -73,13 +98,13 @@ fn progress() -> impl FnMut(Progress) {
 }
 
 /// Refuses a plan that exceeds the free memory: the system would otherwise end the process, without a word, somewhere
-/// on the way.
+/// on the way. Experts that do not fit stay in the file, which is said.
 fn prepare(
     checkpoint: &Checkpoint,
-    options: &LoadOptions,
+    mut options: LoadOptions,
     device: &DeviceArgs,
     sequences: usize,
-) -> anyhow::Result<()> {
+) -> anyhow::Result<LoadOptions> {
     let config = Config::from_checkpoint(checkpoint)?;
     let context = options.context_for(&config);
     if context > config.max_positions {
@@ -89,10 +114,14 @@ fn prepare(
         );
     }
     if device.ignore_memory {
-        return Ok(());
+        return Ok(options);
     }
-    let plan = plan_for(checkpoint, &config, options, sequences);
-    match options.device.available() {
+    let plan = plan_for(checkpoint, &config, &options, device, sequences);
+    options.packed_experts = plan.packed_experts();
+    if let Some(paged) = lapidary::check::paged(&plan) {
+        eprintln!("note: {paged}");
+    }
+    match memory(device) {
         Some(available) if plan.total() > available => bail!(
             "the model needs {} of memory (weights {}, keys and values {}, activations {}), {} are available on {}; lower \
              --ctx, take a smaller quantisation, or pass --ignore-memory to try",
@@ -103,6 +132,6 @@ fn prepare(
             report::bytes(available),
             options.device
         ),
-        _ => Ok(()),
+        _ => Ok(options),
     }
 }

@@ -60,6 +60,10 @@ pub struct DeviceArgs {
     /// Load even if the memory plan exceeds the free memory
     #[arg(long)]
     pub ignore_memory: bool,
+    /// MiB that the model may take, the free memory when not given; experts that are too many for it stay in the file and
+    /// are read from it as they are chosen
+    #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u32).range(1..), conflicts_with = "ignore_memory")]
+    pub max_memory: Option<u32>,
 }
 
 fn softcap(text: &str) -> Result<f32, String> {
@@ -143,8 +147,16 @@ impl KvArg {
 pub enum LevelArg {
     /// Plain code for any processor
     Scalar,
+    /// Any aarch64
+    Neon,
+    /// aarch64 with dot products of bytes
+    NeonDotprod,
+    /// aarch64 with products of matrices of bytes
+    NeonI8mm,
     /// AVX2 with FMA
     Avx2,
+    /// AVX2 with AVX-VNNI
+    AvxVnni,
     /// AVX-512
     Avx512,
 }
@@ -154,7 +166,11 @@ impl LevelArg {
     pub fn level(self) -> Level {
         match self {
             LevelArg::Scalar => Level::Scalar,
+            LevelArg::Neon => Level::Neon,
+            LevelArg::NeonDotprod => Level::NeonDot,
+            LevelArg::NeonI8mm => Level::NeonI8mm,
             LevelArg::Avx2 => Level::Avx2,
+            LevelArg::AvxVnni => Level::AvxVnni,
             LevelArg::Avx512 => Level::Avx512,
         }
     }

@@ -34,7 +34,7 @@ fn at_level<K: Kind>(isa: Isa, bytes: &[u8], beside: &[u8], out: &mut [f32]) {
         Level::Avx512 => unsafe { avx512::<K>(bytes, beside, out) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: as above.
-        Level::Avx2 => unsafe { avx2::<K>(bytes, beside, out) },
+        Level::Avx2 | Level::AvxVnni => unsafe { avx2::<K>(bytes, beside, out) },
         _ => plain::<K>(bytes, beside, out),
     }
 }

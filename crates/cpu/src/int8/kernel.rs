@@ -25,10 +25,12 @@ use super::activations::{BLOCK, Head, QuantRows};
 use super::codes::Codes;
 use super::formats::{Kind, with_kind};
 use super::lanes::{LANES, Lanes, Plain};
+#[cfg(target_arch = "aarch64")]
+use super::neon::{Neon, NeonDot, NeonI8mm};
 use super::scaling::{Factors, Grain, Scaling, Unpacked};
 use super::tiles::tile_bytes;
 #[cfg(target_arch = "x86_64")]
-use super::x86::{Avx2, Avx512Vnni};
+use super::x86::{Avx2, Avx512Vnni, AvxVnni};
 use crate::level::{Isa, Level};
 use lapidary_formats::Format;
 
@@ -64,17 +66,21 @@ pub(crate) fn choose(isa: Isa, format: Format) -> Option<Choice> {
 }
 
 fn choose_kind<K: Kind>(isa: Isa) -> Choice {
-    #[cfg(target_arch = "x86_64")]
-    {
-        if isa.vnni() {
-            return Choice { kernel: avx512vnni::<K>, name: "avx512-vnni" };
-        }
-        if isa.level() >= Level::Avx2 {
-            return Choice { kernel: avx2::<K>, name: "avx2" };
-        }
+    match isa.level() {
+        #[cfg(target_arch = "x86_64")]
+        Level::Avx512 if isa.vnni() => Choice { kernel: avx512vnni::<K>, name: "avx512-vnni" },
+        #[cfg(target_arch = "x86_64")]
+        Level::AvxVnni => Choice { kernel: avxvnni::<K>, name: "avx-vnni" },
+        #[cfg(target_arch = "x86_64")]
+        Level::Avx2 | Level::Avx512 => Choice { kernel: avx2::<K>, name: "avx2" },
+        #[cfg(target_arch = "aarch64")]
+        Level::NeonI8mm => Choice { kernel: neon_i8mm::<K>, name: "neon-i8mm" },
+        #[cfg(target_arch = "aarch64")]
+        Level::NeonDot => Choice { kernel: neon_dot::<K>, name: "neon-dotprod" },
+        #[cfg(target_arch = "aarch64")]
+        Level::Neon => Choice { kernel: run::<Neon, K>, name: "neon" },
+        _ => Choice { kernel: run::<Plain, K>, name: "scalar" },
     }
-    debug_assert!(isa.level() >= Level::Scalar);
-    Choice { kernel: run::<Plain, K>, name: "scalar" }
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -95,6 +101,54 @@ unsafe fn avx512vnni<K: Kind>(
 unsafe fn avx2<K: Kind>(tile: *const u8, tiles: usize, x: QuantRows<'_>, multiplier: f32, out: *mut f32) {
     // SAFETY: the caller's.
     unsafe { run::<Avx2, K>(tile, tiles, x, multiplier, out) }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma,f16c,avxvnni")]
+unsafe fn avxvnni<K: Kind>(tile: *const u8, tiles: usize, x: QuantRows<'_>, multiplier: f32, out: *mut f32) {
+    // SAFETY: the caller's.
+    unsafe { run::<AvxVnni, K>(tile, tiles, x, multiplier, out) }
+}
+
+#[cfg(all(test, target_arch = "x86_64"))]
+#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512vl,avx512vnni")]
+unsafe fn avx512vnni256<K: Kind>(
+    tile: *const u8,
+    tiles: usize,
+    x: QuantRows<'_>,
+    multiplier: f32,
+    out: *mut f32,
+) {
+    // SAFETY: the caller's.
+    unsafe { run::<super::x86::Avx512Vnni256, K>(tile, tiles, x, multiplier, out) }
+}
+
+/// The kernel of AVX-VNNI in AVX-512's encoding of its instructions.
+#[cfg(all(test, target_arch = "x86_64"))]
+pub(crate) fn choose_vnni256(isa: Isa, format: Format) -> Option<Choice> {
+    isa.vnni()
+        .then(|| with_kind!(format, K => Choice { kernel: avx512vnni256::<K>, name: "avx512-vnni-256" }))
+        .flatten()
+}
+
+#[cfg(target_arch = "aarch64")]
+#[target_feature(enable = "neon,dotprod")]
+unsafe fn neon_dot<K: Kind>(tile: *const u8, tiles: usize, x: QuantRows<'_>, multiplier: f32, out: *mut f32) {
+    // SAFETY: the caller's.
+    unsafe { run::<NeonDot, K>(tile, tiles, x, multiplier, out) }
+}
+
+#[cfg(target_arch = "aarch64")]
+#[target_feature(enable = "neon,dotprod,i8mm")]
+unsafe fn neon_i8mm<K: Kind>(
+    tile: *const u8,
+    tiles: usize,
+    x: QuantRows<'_>,
+    multiplier: f32,
+    out: *mut f32,
+) {
+    // SAFETY: the caller's.
+    unsafe { run::<NeonI8mm, K>(tile, tiles, x, multiplier, out) }
 }
 
 /// One row or two wait for memory: two tiles are read side by side, which gives more of it than one. With more rows a
@@ -171,7 +225,7 @@ unsafe fn few<S: Lanes, K: Kind, const M: usize, const T: usize>(
                     }
                     let w = weights::<S, K>(codes);
                     let f = K::Scaling::factors::<S>(scales.add(t * tile_bytes), &unpacked[t], j);
-                    block::<S, K, M>(&w, &f, x, 0, b, acc[t].as_mut_ptr());
+                    block::<S, K, M, false>(&w, &f, x, 0, b, acc[t].as_mut_ptr());
                 }
                 codes = codes.add(K::Codes::BYTES);
                 b += 1;
@@ -229,16 +283,23 @@ unsafe fn many<S: Lanes, K: Kind>(
                 let w = weights::<S, K>(codes);
                 let f = K::Scaling::factors::<S>(scales, &unpacked, j);
                 let mut m = 0;
+                if S::PAIRED {
+                    let w = S::pair(w);
+                    while count - m >= 2 {
+                        block::<S, K, 2, true>(&w, &f, x, first + m, b, acc.add(m));
+                        m += 2;
+                    }
+                }
                 while S::ROWS >= 4 && count - m >= 4 {
-                    block::<S, K, 4>(&w, &f, x, first + m, b, acc.add(m));
+                    block::<S, K, 4, false>(&w, &f, x, first + m, b, acc.add(m));
                     m += 4;
                 }
                 while count - m >= 2 {
-                    block::<S, K, 2>(&w, &f, x, first + m, b, acc.add(m));
+                    block::<S, K, 2, false>(&w, &f, x, first + m, b, acc.add(m));
                     m += 2;
                 }
                 if count > m {
-                    block::<S, K, 1>(&w, &f, x, first + m, b, acc.add(m));
+                    block::<S, K, 1, false>(&w, &f, x, first + m, b, acc.add(m));
                 }
                 codes = codes.add(K::Codes::BYTES);
                 b += 1;
@@ -273,12 +334,12 @@ unsafe fn weights<S: Lanes, K: Kind>(codes: *const u8) -> [S::B; 8] {
 }
 
 /// Adds block `b` of rows `first .. first + M` of x to their sums. The rows' chains of dot products lie side by side,
-/// since each alone waits for its last.
+/// since each alone waits for its last. `PAIRED`: M is 2 and the weights are as [`Lanes::pair`] gives them.
 ///
 /// # Safety
 /// The level's features; x has these rows and this block; `acc` has M sums.
 #[inline(always)]
-unsafe fn block<S: Lanes, K: Kind, const M: usize>(
+unsafe fn block<S: Lanes, K: Kind, const M: usize, const PAIRED: bool>(
     w: &[S::B; 8],
     f: &Factors<S>,
     x: QuantRows<'_>,
@@ -298,10 +359,16 @@ unsafe fn block<S: Lanes, K: Kind, const M: usize>(
                 sums[0][m] = S::ints(-offset::<S, K>() * head.half);
                 sums[1][m] = S::ints(-offset::<S, K>() * (head.sum - head.half));
             }
-            for v in 0..8 {
-                for m in 0..M {
-                    let sum = &mut sums[v / 4][m];
-                    *sum = dot::<S, K>(*sum, w[v], codes(m).add(4 * v));
+            if PAIRED {
+                let x = [codes(0), codes(1)];
+                S::dot_pair(sums[0].as_mut_ptr(), w, 0, 4, x);
+                S::dot_pair(sums[1].as_mut_ptr(), w, 4, 8, x);
+            } else {
+                for v in 0..8 {
+                    for m in 0..M {
+                        let sum = &mut sums[v / 4][m];
+                        *sum = dot::<S, K>(*sum, w[v], codes(m).add(4 * v));
+                    }
                 }
             }
             for m in 0..M {
@@ -329,9 +396,13 @@ unsafe fn block<S: Lanes, K: Kind, const M: usize>(
             for m in 0..M {
                 sums[m] = S::ints(-offset::<S, K>() * head(m).sum);
             }
-            for v in 0..8 {
-                for m in 0..M {
-                    sums[m] = dot::<S, K>(sums[m], w[v], codes(m).add(4 * v));
+            if PAIRED {
+                S::dot_pair(sums.as_mut_ptr(), w, 0, 8, [codes(0), codes(1)]);
+            } else {
+                for v in 0..8 {
+                    for m in 0..M {
+                        sums[m] = dot::<S, K>(sums[m], w[v], codes(m).add(4 * v));
+                    }
                 }
             }
             for m in 0..M {

@@ -24,6 +24,19 @@ pub(crate) trait Lanes: Copy {
     /// Rows of activations whose sums are made side by side; a power of two.
     const ROWS: usize;
 
+    /// Whether two rows of activations are multiplied together by [`dot_pair`](Lanes::dot_pair).
+    const PAIRED: bool = false;
+
+    /// Eight vectors of weights as `dot_pair` takes them.
+    #[inline(always)]
+    unsafe fn pair(w: [Self::B; 8]) -> [Self::B; 8] {
+        w
+    }
+    /// Adds to the two sums at `acc` what `dot_signed` of vectors `from .. to`, both even, adds, for one row of x each.
+    #[inline(always)]
+    unsafe fn dot_pair(_acc: *mut Self::I, _w: &[Self::B; 8], _from: usize, _to: usize, _x: [*const i8; 2]) {
+        unreachable!("rows are paired only where a level has products of matrices")
+    }
     /// 64 bytes at `p`.
     unsafe fn load(p: *const u8) -> Self::B;
     /// Asks for the cache line at `p`, which need not be readable.
@@ -91,7 +104,7 @@ macro_rules! operations {
         )*
     };
 }
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 pub(super) use operations;
 
 #[inline(always)]

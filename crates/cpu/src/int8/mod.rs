@@ -11,6 +11,8 @@ mod file_rows;
 mod formats;
 mod kernel;
 mod lanes;
+#[cfg(target_arch = "aarch64")]
+mod neon;
 mod scaling;
 pub(crate) mod tiles;
 #[cfg(target_arch = "x86_64")]

@@ -16,34 +16,83 @@ use super::kernel::{Choice, PAIR, choose};
 use super::lanes::LANES;
 use super::scaling::Scaling;
 use crate::level::Isa;
+#[cfg(target_arch = "x86_64")]
+use crate::level::Level;
 use crate::memory::{Aligned, Slabs};
+
+/// How rows of one matrix are packed, and what multiplies them then.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Packer {
+    /// In the file.
+    pub format: Format,
+    /// Inputs.
+    pub cols: usize,
+    choice: Choice,
+    pack: Pack,
+    /// Of the whole matrix.
+    multiplier: f32,
+    tile_bytes: usize,
+}
+
+impl Packer {
+    /// For `view`, if its format is packed.
+    pub fn new(isa: Isa, view: &TensorView<'_>) -> Option<Packer> {
+        let (format, cols) = (view.format, view.cols);
+        let tile_bytes = tile_bytes_of(format, cols)?;
+        let choice = choose(isa, format).expect("every packed format has kernels");
+        let pack = with_kind!(format, K => choose_pack::<K>(isa))?;
+        Some(Packer { format, cols, choice, pack, multiplier: beside(&view.scales).1, tile_bytes })
+    }
+
+    /// Bytes of a tile.
+    pub fn tile_bytes(&self) -> usize {
+        self.tile_bytes
+    }
+
+    /// Packs the rows of tile `tile` of the matrix that this was made for. What fills up a last tile is left as it is.
+    pub fn pack(&self, view: &TensorView<'_>, tile: usize, out: &mut [u8]) {
+        assert!(view.format == self.format && view.cols == self.cols && out.len() == self.tile_bytes);
+        let rows = LANES.min(view.rows - tile * LANES);
+        let row_bytes = view.row_bytes();
+        let bytes = &view.bytes[tile * LANES * row_bytes..][..rows * row_bytes];
+        let scales = beside(&view.scales).0;
+        let scale_bytes = scales.len() / view.rows;
+        let scales = &scales[tile * LANES * scale_bytes..][..rows * scale_bytes];
+        // SAFETY: chosen for a level that was detected.
+        unsafe { (self.pack)(bytes, scales, self.cols, out) }
+    }
+
+    /// `out[i, r] = x_i . w_r` of one packed tile or two, [`PAIR`] floats from one row of x to the next.
+    pub fn product(&self, packed: &[u8], tiles: usize, x: QuantRows<'_>, out: &mut [f32]) {
+        assert!(x.width == self.cols && x.count * x.stride <= x.bytes.len() && (1..=2).contains(&tiles));
+        assert!(x.stride >= super::activations::row_bytes(x.width) && out.len() >= x.count * PAIR);
+        assert!(packed.len() == tiles * self.tile_bytes);
+        // SAFETY: the kernel was chosen for a level that was detected and for this format; lengths are asserted.
+        unsafe { (self.choice.kernel)(packed.as_ptr(), tiles, x, self.multiplier, out.as_mut_ptr()) }
+    }
+}
 
 /// Rows in tiles.
 #[derive(Debug)]
 pub(crate) struct Tiles {
-    /// In the file.
-    pub format: Format,
+    packer: Packer,
     /// Rows, without those that fill the last tile.
     pub rows: usize,
-    /// Inputs.
-    pub cols: usize,
-    choice: Choice,
-    /// Of the whole matrix.
-    multiplier: f32,
-    tile_bytes: usize,
     data: Aligned,
 }
 
 impl Tiles {
     /// Room for `view`, if its format is packed; [`pack_tile`](Tiles::pack_tile) fills it.
     pub fn empty(isa: Isa, view: &TensorView<'_>, slabs: &Slabs) -> Result<Option<Tiles>> {
-        let Some(tile_bytes) = tile_bytes_of(view.format, view.cols) else { return Ok(None) };
-        let choice = choose(isa, view.format).expect("every packed format has kernels");
-        let bytes = view.rows.div_ceil(LANES).saturating_mul(tile_bytes);
+        let Some(packer) = Packer::new(isa, view) else { return Ok(None) };
+        let bytes = view.rows.div_ceil(LANES).saturating_mul(packer.tile_bytes);
         let data = slabs.zeroed(bytes, &view.name)?;
-        let multiplier = beside(&view.scales).1;
-        let (format, rows, cols) = (view.format, view.rows, view.cols);
-        Ok(Some(Tiles { format, rows, cols, choice, multiplier, tile_bytes, data }))
+        Ok(Some(Tiles { packer, rows: view.rows, data }))
+    }
+
+    /// Inputs.
+    pub fn cols(&self) -> usize {
+        self.packer.cols
     }
 
     /// Bytes held.
@@ -56,42 +105,31 @@ impl Tiles {
     /// # Safety
     /// Nobody else uses the tile meanwhile.
     pub unsafe fn pack_tile(&self, view: &TensorView<'_>, tile: usize) {
-        assert!(view.format == self.format && view.rows == self.rows && view.cols == self.cols);
-        assert!(tile < self.rows.div_ceil(LANES));
+        assert!(view.rows == self.rows && tile < self.rows.div_ceil(LANES));
+        let tile_bytes = self.packer.tile_bytes;
         // SAFETY: inside the data by the assertion; the caller answers for other users.
-        let out = unsafe {
-            let start = self.data.start().add(tile * self.tile_bytes);
-            std::slice::from_raw_parts_mut(start, self.tile_bytes)
-        };
-        let rows = LANES.min(self.rows - tile * LANES);
-        let row_bytes = view.row_bytes();
-        let bytes = &view.bytes[tile * LANES * row_bytes..][..rows * row_bytes];
-        let scales = beside(&view.scales).0;
-        let scale_bytes = scales.len() / view.rows;
-        let scales = &scales[tile * LANES * scale_bytes..][..rows * scale_bytes];
-        with_kind!(self.format, K => pack_rows::<K>(bytes, scales, self.cols, out));
+        let out =
+            unsafe { std::slice::from_raw_parts_mut(self.data.start().add(tile * tile_bytes), tile_bytes) };
+        self.packer.pack(view, tile, out);
     }
 
     /// Decodes row `row` exactly as the format defines it.
     pub fn decode_row(&self, row: usize, out: &mut [f32]) {
-        assert!(row < self.rows && out.len() == self.cols, "row {row} of {} rows", self.rows);
-        let tile = self.tile(row / LANES);
-        with_kind!(self.format, K => decode_row::<K>(tile, row % LANES, out));
-        multiply(out, self.multiplier);
+        assert!(row < self.rows && out.len() == self.cols(), "row {row} of {} rows", self.rows);
+        let tile = self.tiles(row / LANES, 1);
+        with_kind!(self.packer.format, K => decode_row::<K>(tile, row % LANES, out));
+        multiply(out, self.packer.multiplier);
     }
 
     /// `out[i, r] = x_i . w_(16 tile + r)` of one tile or two, [`PAIR`] floats from one row of x to the next; what lies
     /// beyond the last row is 0.
     pub fn product(&self, tile: usize, tiles: usize, x: QuantRows<'_>, out: &mut [f32]) {
-        assert!(x.width == self.cols && x.count * x.stride <= x.bytes.len() && (1..=2).contains(&tiles));
-        assert!(x.stride >= super::activations::row_bytes(x.width) && out.len() >= x.count * PAIR);
-        let data = &self.data.as_slice()[tile * self.tile_bytes..][..tiles * self.tile_bytes];
-        // SAFETY: the kernel was chosen for a level that was detected and for this format; lengths are asserted.
-        unsafe { (self.choice.kernel)(data.as_ptr(), tiles, x, self.multiplier, out.as_mut_ptr()) }
+        self.packer.product(self.tiles(tile, tiles), tiles, x, out);
     }
 
-    fn tile(&self, tile: usize) -> &[u8] {
-        &self.data.as_slice()[tile * self.tile_bytes..][..self.tile_bytes]
+    fn tiles(&self, first: usize, tiles: usize) -> &[u8] {
+        let tile_bytes = self.packer.tile_bytes;
+        &self.data.as_slice()[first * tile_bytes..][..tiles * tile_bytes]
     }
 }
 
@@ -123,6 +161,34 @@ pub(super) fn tile_bytes<K: Kind>(cols: usize) -> usize {
 }
 
 /// Packs up to 16 rows; `beside` are their scales beside the codes.
+///
+/// # Safety
+/// The features of the level that it was chosen for.
+type Pack = unsafe fn(bytes: &[u8], beside: &[u8], cols: usize, out: &mut [u8]);
+
+fn choose_pack<K: Kind>(isa: Isa) -> Pack {
+    match isa.level() {
+        #[cfg(target_arch = "x86_64")]
+        Level::Avx512 => pack_avx512::<K>,
+        #[cfg(target_arch = "x86_64")]
+        Level::Avx2 | Level::AvxVnni => pack_avx2::<K>,
+        _ => pack_rows::<K>,
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq")]
+fn pack_avx512<K: Kind>(bytes: &[u8], beside: &[u8], cols: usize, out: &mut [u8]) {
+    pack_rows::<K>(bytes, beside, cols, out);
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn pack_avx2<K: Kind>(bytes: &[u8], beside: &[u8], cols: usize, out: &mut [u8]) {
+    pack_rows::<K>(bytes, beside, cols, out);
+}
+
+#[inline(always)]
 fn pack_rows<K: Kind>(bytes: &[u8], beside: &[u8], cols: usize, out: &mut [u8]) {
     let (codes, scales) = out.split_at_mut(cols / BLOCK * K::Codes::BYTES);
     let supers = cols / super_len::<K>();
@@ -161,7 +227,6 @@ mod tests {
     use super::super::activations::{Head, quantise, row_bytes, split_row};
     use super::super::is_packed;
     use super::*;
-    use crate::level::Level;
 
     fn values(n: usize, seed: u32) -> Vec<f32> {
         let mut s = seed;
@@ -171,10 +236,6 @@ mod tests {
                 (s >> 8) as f32 / (1 << 23) as f32 - 1.0
             })
             .collect()
-    }
-
-    fn levels() -> impl Iterator<Item = Isa> {
-        [Level::Scalar, Level::Avx2, Level::Avx512].into_iter().filter_map(|l| Isa::new(Some(l)))
     }
 
     /// Bytes with every code and scale byte possible that is a number.
@@ -229,7 +290,7 @@ mod tests {
                 }
                 let rows_of_format = random_rows(format, rows, cols);
                 let view = rows_of_format.view("w");
-                for isa in levels() {
+                for isa in Isa::here() {
                     let tiles = Tiles::empty(isa, &view, &Slabs::default())
                         .expect("memory")
                         .expect("a packed format");
@@ -238,6 +299,12 @@ mod tests {
                         unsafe { tiles.pack_tile(&view, tile) }
                     }
                     f(isa, &view, &tiles);
+                    // The kernel of AVX-VNNI, in the encoding that processors with AVX-512 VNNI have.
+                    #[cfg(target_arch = "x86_64")]
+                    if let Some(choice) = super::super::kernel::choose_vnni256(isa, format) {
+                        let packer = Packer { choice, ..tiles.packer };
+                        f(isa, &view, &Tiles { packer, ..tiles });
+                    }
                 }
             }
         }

@@ -1,4 +1,4 @@
-//! [`Lanes`] on x86-64: AVX-512 with VNNI, and AVX2.
+//! [`Lanes`] on x86-64: AVX-512 with VNNI, and in registers of 256 bits AVX-VNNI and AVX2.
 
 use std::arch::x86_64::*;
 
@@ -25,6 +25,15 @@ unsafe fn e4m3_as_f16(p: *const u8) -> __m256i {
         _mm256_and_si256(_mm256_slli_epi16::<7>(wide), _mm256_set1_epi16(0xBF80u16 as i16))
     }
 }
+
+/// AVX2 and AVX-VNNI.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct AvxVnni;
+
+/// [`AvxVnni`] in the encoding of AVX-512 VL, for tests where only that is there.
+#[cfg(test)]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Avx512Vnni256;
 
 impl Lanes for Avx512Vnni {
     type B = __m512i;
@@ -91,11 +100,14 @@ macro_rules! both {
     };
 }
 
-impl Lanes for Avx2 {
+/// A vector of two registers, rows 0 to 7 and 8 to 15; the levels differ in their dot products.
+macro_rules! two_registers {
+    ($level:ident, BIAS = $bias:literal, $($dots:tt)*) => {
+impl Lanes for $level {
     type B = [__m256i; 2];
     type I = [__m256i; 2];
     type F = [__m256; 2];
-    const BIAS: i32 = 0;
+    const BIAS: i32 = $bias;
     const ROWS: usize = 4;
 
     operations! {
@@ -118,24 +130,7 @@ impl Lanes for Avx2 {
             let table = _mm256_broadcastsi128_si256(_mm_loadu_si128(table.as_ptr().cast()));
             [_mm256_shuffle_epi8(table, index[0]), _mm256_shuffle_epi8(table, index[1])]
         }
-        fn dot_unsigned(acc: [__m256i; 2], w: [__m256i; 2], p: *const i8) -> [__m256i; 2] {
-            let x = _mm256_set1_epi32(p.cast::<i32>().read_unaligned());
-            let ones = _mm256_set1_epi16(1);
-            // Two products of at most 127 * 127 each: no saturation.
-            let a = _mm256_madd_epi16(_mm256_maddubs_epi16(w[0], x), ones);
-            let b = _mm256_madd_epi16(_mm256_maddubs_epi16(w[1], x), ones);
-            [_mm256_add_epi32(acc[0], a), _mm256_add_epi32(acc[1], b)]
-        }
-        fn lift(a: [__m256i; 2]) -> [__m256i; 2] { a }
-        fn dot_signed(acc: [__m256i; 2], w: [__m256i; 2], p: *const i8) -> [__m256i; 2] {
-            let x = _mm256_set1_epi32(p.cast::<i32>().read_unaligned());
-            let ones = _mm256_set1_epi16(1);
-            // |w| * (x with the sign of w): two products of at most 128 * 127 each.
-            let a = _mm256_maddubs_epi16(_mm256_abs_epi8(w[0]), _mm256_sign_epi8(x, w[0]));
-            let b = _mm256_maddubs_epi16(_mm256_abs_epi8(w[1]), _mm256_sign_epi8(x, w[1]));
-            let (a, b) = (_mm256_madd_epi16(a, ones), _mm256_madd_epi16(b, ones));
-            [_mm256_add_epi32(acc[0], a), _mm256_add_epi32(acc[1], b)]
-        }
+        $($dots)*
         fn ints(v: i32) -> [__m256i; 2] { [_mm256_set1_epi32(v); 2] }
         fn add_ints(a: [__m256i; 2], b: [__m256i; 2]) -> [__m256i; 2] { both!(_mm256_add_epi32, a, b) }
         fn mul_ints(a: [__m256i; 2], b: [__m256i; 2]) -> [__m256i; 2] { both!(_mm256_mullo_epi32, a, b) }
@@ -189,4 +184,59 @@ impl Lanes for Avx2 {
             _mm256_storeu_ps(p.add(8), a[1]);
         }
     }
+}
+    };
+}
+
+two_registers! {
+    Avx2, BIAS = 0,
+        fn dot_unsigned(acc: [__m256i; 2], w: [__m256i; 2], p: *const i8) -> [__m256i; 2] {
+            let x = _mm256_set1_epi32(p.cast::<i32>().read_unaligned());
+            let ones = _mm256_set1_epi16(1);
+            // Two products of at most 127 * 127 each: no saturation.
+            let a = _mm256_madd_epi16(_mm256_maddubs_epi16(w[0], x), ones);
+            let b = _mm256_madd_epi16(_mm256_maddubs_epi16(w[1], x), ones);
+            [_mm256_add_epi32(acc[0], a), _mm256_add_epi32(acc[1], b)]
+        }
+        fn lift(a: [__m256i; 2]) -> [__m256i; 2] { a }
+        fn dot_signed(acc: [__m256i; 2], w: [__m256i; 2], p: *const i8) -> [__m256i; 2] {
+            let x = _mm256_set1_epi32(p.cast::<i32>().read_unaligned());
+            let ones = _mm256_set1_epi16(1);
+            // |w| * (x with the sign of w): two products of at most 128 * 127 each.
+            let a = _mm256_maddubs_epi16(_mm256_abs_epi8(w[0]), _mm256_sign_epi8(x, w[0]));
+            let b = _mm256_maddubs_epi16(_mm256_abs_epi8(w[1]), _mm256_sign_epi8(x, w[1]));
+            let (a, b) = (_mm256_madd_epi16(a, ones), _mm256_madd_epi16(b, ones));
+            [_mm256_add_epi32(acc[0], a), _mm256_add_epi32(acc[1], b)]
+        }
+}
+
+two_registers! {
+    AvxVnni, BIAS = 128,
+        fn dot_unsigned(acc: [__m256i; 2], w: [__m256i; 2], p: *const i8) -> [__m256i; 2] {
+            let x = _mm256_set1_epi32(p.cast::<i32>().read_unaligned());
+            [_mm256_dpbusd_avx_epi32(acc[0], w[0], x), _mm256_dpbusd_avx_epi32(acc[1], w[1], x)]
+        }
+        fn lift(a: [__m256i; 2]) -> [__m256i; 2] {
+            let top = _mm256_set1_epi8(-128);
+            [_mm256_xor_si256(a[0], top), _mm256_xor_si256(a[1], top)]
+        }
+        fn dot_signed(acc: [__m256i; 2], w: [__m256i; 2], p: *const i8) -> [__m256i; 2] {
+            Self::dot_unsigned(acc, w, p)
+        }
+}
+
+#[cfg(test)]
+two_registers! {
+    Avx512Vnni256, BIAS = 128,
+        fn dot_unsigned(acc: [__m256i; 2], w: [__m256i; 2], p: *const i8) -> [__m256i; 2] {
+            let x = _mm256_set1_epi32(p.cast::<i32>().read_unaligned());
+            [_mm256_dpbusd_epi32(acc[0], w[0], x), _mm256_dpbusd_epi32(acc[1], w[1], x)]
+        }
+        fn lift(a: [__m256i; 2]) -> [__m256i; 2] {
+            let top = _mm256_set1_epi8(-128);
+            [_mm256_xor_si256(a[0], top), _mm256_xor_si256(a[1], top)]
+        }
+        fn dot_signed(acc: [__m256i; 2], w: [__m256i; 2], p: *const i8) -> [__m256i; 2] {
+            Self::dot_unsigned(acc, w, p)
+        }
 }
