@@ -35,6 +35,10 @@ pub struct LoadOptions {
     pub final_softcap: Option<f32>,
     /// Forces the instruction set down, for tests and emergencies.
     pub level: Option<Level>,
+    /// Matrices of experts that are packed and resident on the processor, two a layer from the first layer on; the later
+    /// ones stay in the file, and what a token chooses of them is paged in.
+    /// [`MemoryPlan::packed_experts`](crate::plan::MemoryPlan::packed_experts) knows how many fit; all when not given.
+    pub packed_experts: Option<usize>,
     /// What the model runs on.
     pub device: Device,
     /// Formats that plain matrices get while they are loaded.
@@ -56,6 +60,7 @@ impl Default for LoadOptions {
             embed_scale: EmbedScale::Auto,
             final_softcap: None,
             level: None,
+            packed_experts: None,
             device: Device::Cpu,
             requantise: Requantise::default(),
             random_weights: None,

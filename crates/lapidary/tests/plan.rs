@@ -39,6 +39,7 @@ fn plan_of(checkpoint: &Checkpoint, options: &LoadOptions) -> (Config, MemoryPla
         compute: options.compute,
         device: options.device,
         requantise: options.requantise,
+        memory: None,
     };
     let plan = MemoryPlan::new(checkpoint, &config, &plan);
     (config, plan)

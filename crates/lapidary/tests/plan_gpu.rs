@@ -54,9 +54,15 @@ fn what_is_held_on_a_gpu_is_within_the_plan() {
             let block = 64u64 << 20;
             let weights = held.weights as u64;
             let planned = plan.weight_bytes();
-            assert!(weights <= planned + block && weights >= planned - planned / 50, "{what}: weights {planned}");
+            assert!(
+                weights <= planned + block && weights >= planned - planned / 50,
+                "{what}: weights {planned}"
+            );
             let rest = held.activations as u64;
-            assert!(rest + weights <= planned + plan.activation_bytes() + plan.device_bytes, "{what}: the rest");
+            assert!(
+                rest + weights <= planned + plan.activation_bytes() + plan.device_bytes,
+                "{what}: the rest"
+            );
             assert!(held.weights + held.activations + held.kv <= plan.total() as usize, "{what}");
         }
     }

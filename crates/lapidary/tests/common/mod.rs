@@ -82,7 +82,12 @@ impl On {
         match self {
             On::Reference => Box::new(ReferenceBackend::new()),
             On::Cpu { threads } => {
-                let options = CpuOptions { threads: Some(threads), compute: Compute::F32, level: None };
+                let options = CpuOptions {
+                    threads: Some(threads),
+                    compute: Compute::F32,
+                    level: None,
+                    packed_experts: None,
+                };
                 Box::new(CpuBackend::new(options).expect("the CPU is a device"))
             }
             #[cfg(feature = "cuda")]

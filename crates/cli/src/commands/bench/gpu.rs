@@ -121,7 +121,7 @@ fn measure(args: &Args, name: &str, checkpoint: &Checkpoint, random: Option<Form
         None => load::stepper(checkpoint, &options, &args.device)?,
     };
     let loaded = start.elapsed().as_secs_f64();
-    let plan = load::plan(checkpoint, &config, &options);
+    let plan = load::plan(checkpoint, &config, &options, &args.device);
     let mut lines = Vec::new();
     for &depth in &args.depth {
         for &batch in &batches {

@@ -150,7 +150,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     options.context = Some((deepest + longest + 1).max(most_sequences));
     options.chunk = (args.chunk as usize).max(most_sequences);
     options.head_rows = options.head_rows.max(most_sequences);
-    let plan = load::plan(&checkpoint, &config, &options);
+    let plan = load::plan(&checkpoint, &config, &options, &args.device);
     let threads: Vec<usize> = match args.threads.is_empty() {
         true => vec![lapidary::host::available_cores()],
         false => args.threads.iter().map(|&t| t.into()).collect(),
