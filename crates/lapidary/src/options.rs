@@ -81,7 +81,7 @@ impl LoadOptions {
     pub fn kv_format(&self) -> KvFormat {
         self.kv.unwrap_or(match (self.compute, self.device) {
             (Compute::F32, _) => KvFormat::F32,
-            (Compute::Fast, Device::Cpu) => KvFormat::F16,
+            (Compute::Fast, Device::Cpu) => lapidary_cpu::native_kv(self.level),
             (Compute::Fast, Device::Cuda { .. }) => KvFormat::Bf16,
         })
     }
