@@ -36,14 +36,37 @@ pub(super) enum Variant {
     /// x in shared memory.
     UpShared,
     Down,
+    /// One row, blocks side by side in the columns (`kernels/common/row.cuh`); x in shared memory.
+    Row,
+    /// Two strips a warp.
+    RowTwo,
 }
 
 impl Variant {
     fn strips(self) -> usize {
         match self {
-            Variant::GlobalTwo | Variant::SharedTwo => 2,
+            Variant::GlobalTwo | Variant::SharedTwo | Variant::RowTwo => 2,
             _ => 1,
         }
+    }
+
+    /// What a single row runs on where its form has a kernel for it.
+    fn for_one_row(self) -> Variant {
+        match self {
+            Variant::Global | Variant::Shared => Variant::Row,
+            Variant::GlobalTwo | Variant::SharedTwo => Variant::RowTwo,
+            other => other,
+        }
+    }
+}
+
+/// Chunks a warp and stage, and stages, of the kernels for one row: those with one strip a warp, then those with two.
+const fn row_ring(form: Form) -> Option<[(usize, usize); 2]> {
+    match form {
+        Form::Nvfp4 => Some([(4, 4), (2, 4)]),
+        Form::Int4 | Form::Int4Bf16 | Form::Int4Min => Some([(4, 4), (4, 2)]),
+        Form::Q4K => Some([(1, 4), (1, 2)]),
+        _ => None,
     }
 }
 
@@ -81,7 +104,7 @@ pub(super) const SHARED_OF_TWO: usize = 113 << 10;
 
 /// What the sweep over Gemma's matrices found best (`cargo bench ... sweep`, one H200, 2026-11-30): outputs, inputs, gated,
 /// then for bf16, FP8, NVFP4, four-bit integers, Q4_K and Sub16 the shape for 1 row and for 2 to 7: where x is kept and strips a
-/// warp (G global, T global and two, S shared, D shared and two), log2 of the groups of strips, planes.
+/// warp (G global, T global and two, S shared, D shared and two; of the forms with kernels for one row only one strip or two count), log2 of the groups of strips, planes.
 #[rustfmt::skip]
 static MEASURED: &[(usize, usize, bool, &str)] = &[
     (16384, 5376, false, "G11 T11 D01 T01 D11 T11 D11 T11 S21 G01 S21 G21"), // 31B qkv
@@ -107,6 +130,7 @@ fn measured(work: Work) -> Option<Choice> {
     if rows >= 8 || sms != 132 {
         return None;
     }
+    let one_row = rows == 1 && row_ring(shape.form).is_some();
     let (.., codes) = MEASURED.iter().find(|m| (m.0, m.1, m.2) == (shape.rows, shape.cols, gated))?;
     let class = match shape.form {
         Form::Bf16 => 0,
@@ -124,6 +148,7 @@ fn measured(work: Work) -> Option<Choice> {
         b'D' => Variant::SharedTwo,
         _ => return None,
     };
+    let variant = if one_row { variant.for_one_row() } else { variant };
     let (lwm, planes) = (usize::from(code[1] - b'0'), usize::from(code[2] - b'0'));
     let (list, fits) = (work.candidates(variant), |c: &Choice| c.shared(shape, rows) <= SHARED_OF_TWO);
     let wanted =
@@ -149,11 +174,18 @@ impl Choice {
         let ragged = !shape.cols.is_multiple_of(form.chunk_inputs());
         let work =
             Work { shape, rows, gated, most_planes, sms: multiprocessors, groups: 1, scaled_groups: 0 };
+        if !ragged && let Some(choice) = measured(work) {
+            return choice;
+        }
+        if rows == 1 && row_ring(form).is_some() {
+            let wanted = if shape.bytes() >= LARGE_BYTES { Variant::RowTwo } else { Variant::Row };
+            let fits = |c: &Choice| c.shared(shape, rows) <= SHARED_OF_TWO;
+            if let Some(choice) = [wanted, Variant::Row].map(|v| work.balance(v)).into_iter().find(fits) {
+                return choice;
+            }
+        }
         if ragged {
             return work.balance(Variant::Shared);
-        }
-        if let Some(choice) = measured(work) {
-            return choice;
         }
         let variant = match rows {
             _ if !two => Variant::Global,
@@ -169,6 +201,19 @@ impl Choice {
             }
             _ => choice,
         }
+    }
+
+    /// The shape in the words of the table of measured ones.
+    pub fn code(self) -> String {
+        let variant = match self.variant {
+            Variant::Global => 'G',
+            Variant::GlobalTwo => 'T',
+            Variant::Shared | Variant::Row => 'S',
+            Variant::SharedTwo | Variant::RowTwo => 'D',
+            Variant::Up | Variant::UpShared => 'U',
+            Variant::Down => 'X',
+        };
+        format!("{variant}{}{}", self.lwm, self.planes)
     }
 
     /// Strips of a unit.
@@ -187,8 +232,14 @@ impl Choice {
         let two = ring(shape.form, true).is_some();
         let work =
             Work { shape, rows, gated, most_planes, sms: multiprocessors, groups: 1, scaled_groups: 0 };
-        [Variant::Global, Variant::GlobalTwo, Variant::Shared, Variant::SharedTwo]
-            .into_iter()
+        let one_row = rows == 1 && row_ring(shape.form).is_some();
+        let variants: &[Variant] = match one_row {
+            true => &[Variant::Row, Variant::RowTwo],
+            false => &[Variant::Global, Variant::GlobalTwo, Variant::Shared, Variant::SharedTwo],
+        };
+        variants
+            .iter()
+            .copied()
             .filter(|v| {
                 (two || v.strips() == 1) && (rows <= 8 || matches!(v, Variant::Global | Variant::GlobalTwo))
             })
@@ -209,6 +260,8 @@ impl Choice {
             Variant::Up => entries.up[usize::from(n2)],
             Variant::UpShared => entries.up_shared,
             Variant::Down => entries.down[usize::from(n2)],
+            Variant::Row => entries.row[0],
+            Variant::RowTwo => entries.row[1],
         };
         Kernel::new(entries.family, entry)
     }
@@ -216,6 +269,13 @@ impl Choice {
     /// Shared memory of a block.
     pub(super) fn shared(self, shape: PackedShape, rows: usize) -> usize {
         let strips = self.variant.strips();
+        if matches!(self.variant, Variant::Row | Variant::RowTwo) {
+            let (cw, ns) = row_ring(shape.form).expect("chosen only where there is one")[strips - 1];
+            let inputs = shape.chunks().div_ceil(self.planes) * shape.form.chunk_inputs();
+            let own =
+                ns * 8 * cw * strips * shape.form.chunk_bytes() + 2 * 8 * strips * 64 + (2 * ns + 4) * 8;
+            return own + 64 + (inputs / 32).next_multiple_of(4) * 4 + inputs * 2;
+        }
         let (cw, ns) = ring(shape.form, strips == 2).expect("chosen only where there is one");
         let scratch = if matches!(shape.form, Form::Q4K | Form::Q5K) { 1024 } else { 0 };
         let own = ns * 8 * cw * strips * shape.form.chunk_bytes()
@@ -308,6 +368,8 @@ struct Entries {
     up: [&'static str; 2],
     up_shared: &'static str,
     down: [&'static str; 2],
+    /// There for the forms that [`row_ring`] names.
+    row: [&'static str; 2],
 }
 
 macro_rules! entries {
@@ -322,6 +384,7 @@ macro_rules! entries {
             up: [concat!("skinny_", $name, "_n1_up"), concat!("skinny_", $name, "_n2_up")],
             up_shared: concat!("skinny_", $name, "_n1_ups"),
             down: [concat!("skinny_", $name, "_n1_down"), concat!("skinny_", $name, "_n2_down")],
+            row: [concat!("skinny_", $name, "_r1"), concat!("skinny_", $name, "_r2")],
         }),*]
     };
 }
