@@ -4,3 +4,4 @@
 
 SKINNY_FORM(fp8, Fp8, 2, 4)
 SKINNY_TWO_STRIPS(fp8, Fp8, 1, 4)
+SKINNY(skinny_fp8_n4_g1, Fp8, 2, 4, 1, 4, false, DENSE)

@@ -52,7 +52,8 @@ pub fn main() {
         bench.gemm();
     }
     if wanted.as_deref() == Some("sweep") {
-        bench.sweep(std::env::args().nth(2).as_deref(), std::env::args().nth(3).as_deref());
+        let named = |i| std::env::args().nth(i);
+        bench.sweep(named(2).as_deref(), named(3).as_deref(), named(4).as_deref());
     }
     if wants("experts") {
         bench.experts();

@@ -2,7 +2,7 @@
 //! rotating weights, and the share of the device's read bandwidth.
 //!
 //! `cargo bench -p lapidary-cuda --features cuda --bench kernels [-- gemm|sweep|experts|attention|prefill|producers]`;
-//! behind `sweep` the forms and the numbers of rows, such as `sweep nvfp4,q4_k 1`.
+//! behind `sweep` the forms, the numbers of rows and the matrices, such as `sweep nvfp4,q4_k 1 31B,12B`.
 
 #[cfg(feature = "cuda")]
 mod attention;

@@ -3,8 +3,8 @@
 use lapidary_cuda::driver::DevPtr;
 use lapidary_cuda::kernels::attn_decode::PageShape;
 use lapidary_cuda::kernels::producers::{
-    Argmax, Branch, Finish, NormOut, Residual, Router, argmax, argmax_workspace_bytes, finish, residual,
-    router,
+    Ahead, Argmax, Branch, Finish, NormOut, Residual, Router, argmax, argmax_workspace_bytes, finish,
+    residual, router,
 };
 
 use crate::bench::Bench;
@@ -78,6 +78,7 @@ impl Bench {
                 kv_scales: [1.0, 1.0],
                 q: self.x.ptr(),
                 q_stride: heads * head_dim,
+                ahead: Ahead::default(),
             };
             // SAFETY: as above; the cell is 0.
             stage(&format!("finish {heads} + {kv_heads} heads of {head_dim}"), &|| unsafe {

@@ -4,7 +4,7 @@ use lapidary_cuda::driver::{Block, DevPtr};
 use lapidary_cuda::kernels::gemm_prefill;
 use lapidary_cuda::kernels::skinny_gemm::{
     Choice, Chosen, ExpertsDown, ExpertsUp, Gate, Linear, MAX_PLANES, Output, Weights, experts_down,
-    experts_up, linear, linear_as,
+    experts_up, linear, linear_as, most_rows,
 };
 use lapidary_cuda::pack::{Form, PackedShape};
 
@@ -71,7 +71,7 @@ impl Bench {
                 }
                 let shape = PackedShape { form, rows, cols };
                 let copies = (ROTATION / shape.bytes() + 1).clamp(2, 64).min(POOL / shape.bytes());
-                for n in [1, 4, 8, 16] {
+                for n in [1, 4, 8, 16, 32].into_iter().filter(|&n| n <= most_rows(form)) {
                     let call = |i: usize| Linear {
                         weights: Weights {
                             shape,
@@ -102,18 +102,20 @@ impl Bench {
     }
 
     /// The shapes that a product could be launched in, best first, with their codes of the table in
-    /// `src/kernels/skinny_shape.rs`: of all forms and 1 and 4 rows, or of those named.
-    pub fn sweep(&self, forms: Option<&str>, rows: Option<&str>) {
+    /// `src/kernels/skinny_shape.rs`: of all classes of forms, 1 and 4 rows and
+    /// all matrices, or of those named (matrices by how their names begin).
+    pub fn sweep(&self, forms: Option<&str>, rows: Option<&str>, names: Option<&str>) {
         let listed = |list: Option<&str>, name: &str| list.is_none_or(|l| l.split(',').any(|n| n == name));
         for form in Form::ALL.into_iter().filter(|f| listed(forms.or(Some(CLASSES)), f.name())) {
             for (name, m, k, gated) in MATRICES {
-                if k % form.chunk_inputs() != 0 {
+                let wanted = names.is_none_or(|l| l.split(',').any(|n| name.starts_with(n)));
+                if k % form.chunk_inputs() != 0 || !wanted {
                     continue;
                 }
                 let most_planes = if gated || m == 262_144 { 1 } else { MAX_PLANES };
                 let shape = PackedShape { form, rows: m, cols: k };
                 let copies = (ROTATION / shape.bytes() + 1).clamp(2, 64).min(POOL / shape.bytes());
-                for n in [1usize, 4].into_iter().filter(|n| listed(rows, &n.to_string())) {
+                for n in [1usize, 4, 32].into_iter().filter(|&n| n <= most_rows(form) && listed(rows.or(Some("1,4")), &n.to_string())) {
                     let output =
                         if gated { Output::Gated(Gate::GeluTanh) } else { Output::F32 { softcap: 0.0 } };
                     let time = |choice| {

@@ -1,9 +1,9 @@
-//! Products with packed weights for 1 to 16 rows: `kernels/skinny_FORM_sm90.cu`.
+//! Products with packed weights for 1 to 16 rows, of some forms to 32: `kernels/skinny_FORM_sm90.cu`.
 //!
 //! One kernel serves a plain product, a gated pair of matrices, a product whose result is a gate for something else, and
 //! chosen experts. [`Choice::of`] decides strips a warp, where x is kept and how k is cut into planes.
 
-pub use super::skinny_shape::Choice;
+pub use super::skinny_shape::{Choice, most_rows};
 use super::skinny_shape::{SHARED_OF_TWO, Variant, Work};
 use crate::driver::DevPtr;
 use crate::error::{Error, Result};
@@ -69,9 +69,9 @@ pub struct Linear {
     pub x: DevPtr,
     /// Values from row to row of `x`, a multiple of 8.
     pub x_stride: usize,
-    /// Rows, 1 to 16.
+    /// Rows, from 1 to [`most_rows`].
     pub rows: usize,
-    /// `[planes][rows][out_stride]`.
+    /// `[planes][rows][out_stride]`; beyond 16 rows there is one plane.
     pub out: DevPtr,
     /// Values from row to row of `out`.
     pub out_stride: usize,
@@ -132,7 +132,7 @@ fn refuse(what: String) -> Error {
 /// Queues a product. Returns how many planes of sums were written.
 ///
 /// # Errors
-/// `Shape` for rows beyond 16, a stride of x that is no multiple of 8, a gated matrix whose halves are no whole strips,
+/// `Shape` for rows beyond [`most_rows`], a stride of x that is no multiple of 8, a gated matrix whose halves are no whole strips,
 /// inputs that are neither whole chunks nor small enough for shared memory.
 ///
 /// # Safety
@@ -140,10 +140,10 @@ fn refuse(what: String) -> Error {
 pub unsafe fn linear(queue: Queue<'_>, call: &Linear) -> Result<usize> {
     let shape = call.weights.shape;
     let gated = matches!(call.output, Output::Gated(_));
-    check(shape, call.rows, call.x_stride, gated)?;
+    check(shape, call.rows, most_rows(shape.form), call.x_stride, gated)?;
     let sms = queue.stream.context().info.multiprocessors as usize;
     let most_planes = match call.output {
-        Output::F32 { softcap: 0.0 } => call.most_planes,
+        Output::F32 { softcap: 0.0 } if call.rows <= MAX_ROWS => call.most_planes,
         _ => 1,
     };
     let choice = Choice::of(shape, call.rows, gated, most_planes, sms);
@@ -226,7 +226,7 @@ pub struct ExpertsUp {
 /// As [`linear`]; the ids in `chosen` are experts of the stack.
 pub unsafe fn experts_up(queue: Queue<'_>, call: &ExpertsUp) -> Result<()> {
     let shape = call.weights.shape;
-    check(shape, call.rows, call.x_stride, true)?;
+    check(shape, call.rows, MAX_ROWS, call.x_stride, true)?;
     whole_chunks(shape)?;
     let sms = queue.stream.context().info.multiprocessors as usize;
     let groups = likely_groups(call.rows, call.top_k);
@@ -280,7 +280,7 @@ pub struct ExpertsDown {
 /// As [`experts_up`].
 pub unsafe fn experts_down(queue: Queue<'_>, call: &ExpertsDown) -> Result<usize> {
     let shape = call.weights.shape;
-    check(shape, call.rows, call.hidden_stride, false)?;
+    check(shape, call.rows, MAX_ROWS, call.hidden_stride, false)?;
     whole_chunks(shape)?;
     let sms = queue.stream.context().info.multiprocessors as usize;
     let groups = likely_groups(call.rows, call.top_k);
@@ -307,9 +307,9 @@ fn likely_groups(rows: usize, top_k: usize) -> usize {
     (all * (1.0 - (1.0 - top_k as f64 / all).powi(rows as i32))).round().max(1.0) as usize
 }
 
-fn check(shape: PackedShape, rows: usize, x_stride: usize, gated: bool) -> Result<()> {
-    if rows == 0 || rows > MAX_ROWS {
-        return Err(refuse(format!("{rows} rows, it takes 1 to {MAX_ROWS}")));
+fn check(shape: PackedShape, rows: usize, most: usize, x_stride: usize, gated: bool) -> Result<()> {
+    if rows == 0 || rows > most {
+        return Err(refuse(format!("{rows} rows, it takes 1 to {most}")));
     }
     if !x_stride.is_multiple_of(8) || !shape.cols.is_multiple_of(8) {
         return Err(refuse(format!(
