@@ -3,9 +3,10 @@
 use lapidary_ops::{Act, AttnSpec, Error, QkvSpec, Result, ValueSource};
 
 use crate::driver::DevPtr;
+use crate::kernels::ahead::Ahead;
 use crate::kernels::attn_decode::{self, AttnDecode, KvColumns, PageShape};
 use crate::kernels::attn_prefill;
-use crate::kernels::producers::{self, Ahead, Finish};
+use crate::kernels::producers::{self, Finish};
 use crate::kernels::skinny_gemm::MAX_ROWS;
 use crate::ops::CudaOps;
 use crate::workspace::Piece;

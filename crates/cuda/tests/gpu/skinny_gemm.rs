@@ -7,8 +7,10 @@
 //! together they stay below 2e-5, or for codes stored with an offset that much of the larger sums.
 
 use half::bf16;
+use lapidary_cuda::kernels::ahead::Ahead;
 use lapidary_cuda::kernels::skinny_gemm::{
-    Chosen, ExpertsDown, ExpertsUp, Gate, Linear, MAX_PLANES, Output, experts_down, experts_up, linear, most_rows,
+    Chosen, ExpertsDown, ExpertsUp, Gate, Linear, MAX_PLANES, Output, experts_down, experts_up, linear,
+    most_rows,
 };
 use lapidary_cuda::pack::Form;
 use lapidary_formats::{Format, Scaling};
@@ -82,6 +84,7 @@ fn plain(lab: &Lab, format: Format, scaling: Scaling, m: usize, k: usize, rows: 
         out_stride,
         output,
         most_planes,
+        ahead: Ahead::default(),
     };
     for most_planes in [1, MAX_PLANES] {
         let out = lab.poisoned(MAX_PLANES * rows * out_stride * 4);
@@ -180,9 +183,12 @@ fn every_form_at_gemma_widths() {
 fn gate_and_up_are_multiplied_where_they_meet() {
     let Some(lab) = Lab::new() else { return };
     for (format, scaling) in KINDS {
-        for (width, k, rows, gate) in
-            [(48, 768, 1, Gate::GeluTanh), (208, 512, 6, Gate::Silu), (112, 1280, 11, Gate::GeluTanh), (80, 768, 27, Gate::GeluTanh)]
-        {
+        for (width, k, rows, gate) in [
+            (48, 768, 1, Gate::GeluTanh),
+            (208, 512, 6, Gate::Silu),
+            (112, 1280, 11, Gate::GeluTanh),
+            (80, 768, 27, Gate::GeluTanh),
+        ] {
             let form = Form::of(&matrix(format, scaling, 16, 256, 1).view("w"));
             if rows > most_rows(form) {
                 continue;
@@ -204,6 +210,7 @@ fn gate_and_up_are_multiplied_where_they_meet() {
                 out_stride: width,
                 output: Output::Gated(gate),
                 most_planes: 1,
+                ahead: Ahead::default(),
             };
             // SAFETY: the buffers are as large as the call says.
             lab.twice(&out, || unsafe {
@@ -405,6 +412,7 @@ fn what_a_product_does_not_take_is_refused_by_name() {
         out_stride: 40,
         output: Output::Bf16,
         most_planes: 1,
+        ahead: Ahead::default(),
     };
     let bad = [
         (Linear { rows: 17, ..good }, "17 rows"),
