@@ -12,6 +12,7 @@ pub mod bandwidth;
 pub mod gemm_prefill;
 pub mod gemm_wide;
 pub mod heads;
+pub mod hooks;
 pub mod per_layer;
 pub mod probe;
 pub mod producers;
