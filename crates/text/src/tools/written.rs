@@ -55,7 +55,8 @@ impl Parser<'_> {
             match self.value(1) {
                 Ok(value) => {
                     self.skip_space();
-                    if !quoted && !matches!(self.peek(), Some(Symbol::Char(',' | '}'))) {
+                    let ended = matches!(self.peek(), Some(Symbol::Char(',' | '}')));
+                    if !quoted && (!ended || self.has_plain_quotes(start)) {
                         return None;
                     }
                     members.push((key, value));
@@ -71,6 +72,17 @@ impl Parser<'_> {
                 Err(_) => return None,
             }
         }
+    }
+}
+
+impl Parser<'_> {
+    /// Whether ordinary quotes stand outside of quote tokens since `start`: where such a string ends, only its end tells.
+    fn has_plain_quotes(&self, start: usize) -> bool {
+        let mut within = false;
+        self.symbols[start..self.at].iter().any(|symbol| {
+            within ^= *symbol == Symbol::Quote;
+            !within && matches!(symbol, Symbol::Char('"' | '\''))
+        })
     }
 }
 
@@ -93,7 +105,9 @@ mod tests {
         for (text, strings) in [
             (format!("call:f{{city:{q}Par\"is\n\\ü}}, {{x:1{q},days:31,flag:true}}"), true),
             (format!("call:f{{days:{q}31{q},either:{q}7{q},other:{q}x y{q}}}"), true),
-            (format!("call:f{{deep:{{a:1.5,b:{q}c{q}}},list:[{q}a{q},{q}b{q}],city:{q}{q}}}"), false),
+            (format!("call:f{{deep:{{a:1.5,b:{q}c{q}}},list:[{q}a{q},{q}b{q}],city:{q}{q}}}"), true),
+            ("call:f{days:7,city:\"a, b\",flag:true}".to_owned(), false),
+            ("call:f{deep:{a:\"x}, y\"},flag:true}".to_owned(), false),
             ("call:f{}".to_owned(), false),
             ("call:f{city:Rome,days:7}".to_owned(), false),
         ] {
