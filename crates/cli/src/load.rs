@@ -1,9 +1,10 @@
 //! Loading a model, with progress and with a look at the memory first.
 
 use anyhow::bail;
+use lapidary::budget::{self, Fit};
 use lapidary::plan::{MemoryPlan, PlanOptions};
 use lapidary::service::{Service, ServiceOptions};
-use lapidary::{Checkpoint, Config, Gemma, LoadOptions, Progress, Stepper};
+use lapidary::{Checkpoint, Config, Device, Gemma, LoadOptions, Progress, Stepper};
 use lapidary_model::Limits;
 
 use crate::model_args::{ComputeArg, DeviceArgs, LoadArgs, ModelArgs};
@@ -22,9 +23,10 @@ pub fn plan(
 
 /// Bytes that a model may take, as far as anybody can tell.
 pub fn memory(device: &DeviceArgs) -> Option<u64> {
-    match device.max_memory {
-        Some(mib) => Some(u64::from(mib) << 20),
-        None => device.device.available(),
+    let free = device.device.available();
+    match device.device {
+        Device::Cpu => device.max_memory.or(free),
+        _ => [free, device.max_vram].into_iter().flatten().min(),
     }
 }
 
@@ -48,6 +50,7 @@ fn plan_for(
             kv,
             compute: options.compute,
             device: options.device,
+            requantise: options.requantise,
             memory: if device.ignore_memory { None } else { memory(device) },
         },
     )
@@ -97,11 +100,12 @@ fn progress() -> impl FnMut(Progress) {
     move |p| bar.at(p.done as u64, p.total as u64)
 }
 
-/// Refuses a plan that exceeds the free memory: the system would otherwise end the process, without a word, somewhere
-/// on the way. Experts that do not fit stay in the file, which is said.
+/// Holds the plan against the memory there is: leaves experts that do not fit in the file and cuts the context where that
+/// is allowed, and says so; refuses what still does not fit, since the system would otherwise end the process, without a
+/// word, somewhere on the way.
 fn prepare(
     checkpoint: &Checkpoint,
-    mut options: LoadOptions,
+    options: LoadOptions,
     device: &DeviceArgs,
     sequences: usize,
 ) -> anyhow::Result<LoadOptions> {
@@ -113,25 +117,60 @@ fn prepare(
             "note: a context of {context} is longer than the {most} tokens that the model was made for"
         );
     }
+    if device.max_vram.is_some() && options.device == Device::Cpu {
+        bail!("--max-vram is about the memory of a GPU: add --device cuda");
+    }
+    if device.max_memory.is_some() && options.device != Device::Cpu {
+        bail!("--max-memory is about the processor's memory: --max-vram is a GPU's");
+    }
     if device.ignore_memory {
         return Ok(options);
     }
-    let plan = plan_for(checkpoint, &config, &options, device, sequences);
-    options.packed_experts = plan.packed_experts();
+    let Some(budget) = memory(device) else { return Ok(options) };
+    let with = |context| LoadOptions { context: Some(context), ..options.clone() };
+    let plan_of = |context| plan_for(checkpoint, &config, &with(context), device, sequences);
+    let total = |context| plan_of(context).total();
+    let least = device.min_ctx.map_or(context, |n| (n as usize).min(context));
+    let context = match budget::fit(context, least, budget, &total) {
+        Fit::AsWanted => context,
+        Fit::Shorter(n) => {
+            let wanted = arithmetic(&plan_of(context), budget);
+            eprintln!("note: a context of {n} in place of {context}: {wanted}");
+            n
+        }
+        Fit::TooLarge { longest } => {
+            let remedy = match longest {
+                Some(n) if device.min_ctx.is_some() => {
+                    format!("the longest context that fits is {n}, below --min-ctx")
+                }
+                Some(n) => format!(
+                    "the longest context that fits is {n}: pass --ctx {n}, or --min-ctx to take what fits"
+                ),
+                None => "no context fits: take a smaller quantisation".to_owned(),
+            };
+            bail!(
+                "the model does not fit on {}: {}; {remedy}, or pass --ignore-memory to try",
+                options.device,
+                arithmetic(&plan_of(context), budget)
+            )
+        }
+    };
+    let plan = plan_of(context);
     if let Some(paged) = lapidary::check::paged(&plan) {
         eprintln!("note: {paged}");
     }
-    match memory(device) {
-        Some(available) if plan.total() > available => bail!(
-            "the model needs {} of memory (weights {}, keys and values {}, activations {}), {} are available on {}; lower \
-             --ctx, take a smaller quantisation, or pass --ignore-memory to try",
-            report::bytes(plan.total()),
-            report::bytes(plan.weight_bytes()),
-            report::bytes(plan.kv_bytes()),
-            report::bytes(plan.activation_bytes()),
-            report::bytes(available),
-            options.device
-        ),
-        _ => Ok(options),
-    }
+    Ok(LoadOptions { packed_experts: plan.packed_experts(), ..with(context) })
+}
+
+/// What a plan adds up to, and what there is.
+fn arithmetic(plan: &MemoryPlan, budget: u64) -> String {
+    format!(
+        "weights {} + keys and values {} + activations {} + kernels' own {} = {} of memory, {} are available",
+        report::bytes(plan.weight_bytes()),
+        report::bytes(plan.kv_bytes()),
+        report::bytes(plan.activation_bytes()),
+        report::bytes(plan.device_bytes),
+        report::bytes(plan.total()),
+        report::bytes(budget)
+    )
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 pub use lapidary_cpu::{Compute, Level};
 use lapidary_engine::sampling::SamplingParams;
-use lapidary_model::{Config, EmbedScale};
+use lapidary_model::{Config, EmbedScale, Requantise};
 use lapidary_ops::{Format, KvFormat};
 
 use crate::device::Device;
@@ -41,6 +41,8 @@ pub struct LoadOptions {
     pub packed_experts: Option<usize>,
     /// What the model runs on.
     pub device: Device,
+    /// Formats that plain matrices get while they are loaded.
+    pub requantise: Requantise,
     /// Puts random values of this format in the place of every matrix, so that speed can be measured without a
     /// checkpoint; on a GPU only.
     pub random_weights: Option<Format>,
@@ -60,6 +62,7 @@ impl Default for LoadOptions {
             level: None,
             packed_experts: None,
             device: Device::Cpu,
+            requantise: Requantise::default(),
             random_weights: None,
         }
     }

@@ -10,7 +10,7 @@ use crate::device::Device;
 use lapidary_cpu::Compute;
 use lapidary_formats::Format;
 use lapidary_model::kv_plan::kv_plan;
-use lapidary_model::{Config, Limits};
+use lapidary_model::{Config, Limits, Requantise};
 use lapidary_ops::{ActKind, ActRows, ActSpec, GROUPS, Group, KvFormat, KvGroupPlan, KvPlan, PAGE_TOKENS};
 use lapidary_weights::{Checkpoint, ExpertPart, LayerRole, Role, Stored};
 
@@ -29,6 +29,8 @@ pub struct PlanOptions {
     pub compute: Compute,
     /// Where the model will be.
     pub device: Device,
+    /// Formats that plain matrices get while they are loaded.
+    pub requantise: Requantise,
     /// Bytes that it may take; experts that are too many for them stay in the file where the device can read them there.
     /// `None` for any number.
     pub memory: Option<u64>,
@@ -58,6 +60,9 @@ pub struct MemoryPlan {
     pub activations: Vec<ActSpec>,
     /// Bytes of intermediate values of routed experts, taken by the first pass that is as large as the limit.
     pub experts_bytes: u64,
+    /// Bytes that the device's kernels keep beside these: room between kernels, recorded passes, code, and what is lost
+    /// where memory is taken in blocks. 0 on the processor, whose share is next to nothing.
+    pub device_bytes: u64,
     /// Bytes of matrices and vectors that one decoded token reads.
     pub weight_bytes_per_token: u64,
     /// Matrix values that take part in one decoded token; fewer than the model's parameters where experts are
@@ -99,6 +104,7 @@ impl MemoryPlan {
                 let (rows, hidden) = (options.limits.rows, config.hidden);
                 options.device.experts_bytes(rows, m.top_k, m.width, hidden, options.compute) as u64
             }),
+            device_bytes: device_bytes(config, options),
             paged: None,
             expert_layers: BTreeMap::new(),
             compute: options.compute,
@@ -119,10 +125,11 @@ impl MemoryPlan {
                     plan.weight_bytes_per_token += bytes;
                 }
                 Use::Matrix(share) => {
-                    plan.matrix(role, &stored, share);
+                    let loaded = loaded(&stored, role, &options.requantise);
+                    plan.matrix(role, &loaded, share);
                     let tied = role == Role::Embed && !untied;
-                    if tied && options.device.keeps_tied_twice(options.compute) {
-                        plan.count(stored.format, 1, stored.bytes);
+                    if tied && options.device.keeps_tied_twice(options.compute, loaded.format) {
+                        plan.count(loaded.format, 1, loaded.bytes);
                     }
                 }
             }
@@ -222,7 +229,8 @@ impl MemoryPlan {
     /// Bytes in all, without those of experts that stay in the file.
     pub fn total(&self) -> u64 {
         let weights = self.weight_bytes() - self.paged.map_or(0, |paged| paged.bytes);
-        weights.saturating_add(self.kv_bytes()).saturating_add(self.activation_bytes())
+        let parts = [weights, self.kv_bytes(), self.activation_bytes(), self.device_bytes];
+        parts.into_iter().fold(0, u64::saturating_add)
     }
 
     /// Bytes of keys and values that a decoded token reads after `position` earlier ones.
@@ -230,6 +238,30 @@ impl MemoryPlan {
         let visible = |window: Option<usize>| window.map_or(position + 1, |w| w.min(position + 1)) as u64;
         self.readers.iter().map(|&(bytes, window)| bytes * visible(window)).sum()
     }
+}
+
+fn device_bytes(config: &Config, options: &PlanOptions) -> u64 {
+    let queries = config.layers.iter().map(|l| config.heads * l.head_dim).max().unwrap_or(0);
+    let widest =
+        config.layers.iter().map(|l| (config.heads + 2 * l.kv_heads) * l.head_dim).max().unwrap_or(0);
+    options.device.kernel_bytes(options.limits.rows, queries, widest.max(config.hidden)) as u64
+}
+
+/// What a stored matrix is once it is loaded.
+fn loaded<'a>(stored: &Stored<'a>, role: Role, requantise: &Requantise) -> Stored<'a> {
+    let cols = stored.shape.last().copied().unwrap_or(1).max(1);
+    let rows = stored.values() as usize / cols;
+    let format = requantise.format_of(role, stored.format, cols);
+    if format == stored.format {
+        return *stored;
+    }
+    let scales = match format {
+        Format::Fp8E4M3 => 4 * rows,
+        Format::Nvfp4 => rows * cols / 16 + 4,
+        _ => 0,
+    };
+    let codes = format.row_bytes(cols).unwrap_or(0) * rows;
+    Stored { format, bytes: (codes + scales) as u64, ..*stored }
 }
 
 /// What a model does with a tensor.

@@ -127,7 +127,7 @@ pub fn runner(folder: &Path, on: On, setup: Setup) -> Runner {
     let checkpoint = Checkpoint::open(folder).expect("checkpoint opens");
     let mut backend = on.backend();
     let limits = Limits { rows: setup.rows, head_rows: setup.head_rows };
-    let options = BuildOptions { limits, embed_scale: setup.scale };
+    let options = BuildOptions { limits, embed_scale: setup.scale, requantise: Default::default() };
     let config = config(&checkpoint);
     let model =
         Model::build(config, &checkpoint, backend.as_mut(), &options, &mut |_| {}).expect("model builds");

@@ -69,6 +69,9 @@ pub struct Args {
     /// Tell where the time of each test went; the clocks take a little of it
     #[arg(long)]
     pub profile: bool,
+    /// Measure as well what it costs to capture and to steer this layer of every row; on a GPU
+    #[arg(long, value_name = "LAYER")]
+    pub hooks: Option<u16>,
     /// Print JSON
     #[arg(long)]
     pub json: bool,
@@ -119,6 +122,9 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     }
     if matches!(args.device.device, lapidary::Device::Cuda { .. }) {
         return gpu::run(args);
+    }
+    if args.hooks.is_some() {
+        anyhow::bail!("--hooks measures on a GPU: add --device cuda");
     }
     if args.synthetic.is_some() {
         anyhow::bail!(
