@@ -16,9 +16,7 @@ fn main() -> Result<()> {
     let args: Vec<String> = std::env::args().collect();
     let threads = args.get(1).and_then(|t| t.parse().ok());
     let compute = if args.get(2).is_some_and(|m| m == "fast") { Compute::Fast } else { Compute::F32 };
-    let level = args.get(3).and_then(|name| {
-        [Level::Scalar, Level::Avx2, Level::Avx512].into_iter().find(|level| level.name() == name)
-    });
+    let level = args.get(3).and_then(|name| Level::named(name));
     let formats = [
         Format::F32,
         Format::Bf16,
@@ -29,6 +27,9 @@ fn main() -> Result<()> {
         Format::Q8_0,
         Format::Iq4Nl,
         Format::Mxfp4,
+        Format::Nvfp4,
+        Format::GgufNvfp4,
+        Format::Int4G32,
         Format::Q4K,
         Format::Q5K,
         Format::Q6K,
@@ -37,15 +38,18 @@ fn main() -> Result<()> {
     let only = args.get(4).map_or("all", |o| o);
     println!("{:>8} {:>6} {:>10} {:>10}", "format", "rows", "GFLOP/s", "GB/s");
     for format in formats.into_iter().filter(|f| only == "all" || only == f.name()) {
-        for rows in [1, 4, 16, 64, 256] {
-            product(CpuOptions { threads, compute, level }, format, rows)?;
+        // Of one format alone, all small batches.
+        let few = if only == "all" { vec![1, 4, 16] } else { (1..=16).collect() };
+        for rows in few.into_iter().chain([64, 256]) {
+            product(CpuOptions { threads, compute, level, packed_experts: None }, format, rows)?;
         }
     }
     let shapes = [(4, 256, 4096, 1, 1), (4, 256, 4096, 1, 40), (8, 512, 4096, 1, 20), (8, 256, 512, 256, 1)];
     for format in [KvFormat::F16, KvFormat::Bf16, KvFormat::Q8_0] {
         for (heads, d, depth, rows, layers) in shapes {
             if only == "all" || only == "attention" {
-                attention(CpuOptions { threads, compute, level }, format, heads, d, depth, rows, layers)?;
+                let options = CpuOptions { threads, compute, level, packed_experts: None };
+                attention(options, format, heads, d, depth, rows, layers)?;
             }
         }
     }

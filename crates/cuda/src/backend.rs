@@ -6,13 +6,16 @@ use std::time::Duration;
 use lapidary_formats::{Format, TensorView};
 use lapidary_ops::{
     Act, ActKind, ActRows, ActSpec, Backend, Batch, BatchShape, DeviceReport, Error, Gain, Group,
-    KernelReport, KvPlan, KvRef, Mat, MemoryUse, Ops, Outcome, PassTiming, Phase, Result, Tap,
+    KernelReport, KvPlan, KvRef, Mat, MemoryUse, Ops, Outcome, PassTiming, Phase, Result, SteerSet,
 };
 
 use crate::buffers::Buffer;
-use crate::driver::{Arena, Context, DevPtr, Event, Graph, Kernels, Pinned, Stream};
+use crate::driver::{
+    Arena, Context, DevPtr, Event, Graph, Kernels, Pinned, Staging, Stream, built_architectures,
+};
 use crate::fast::{self, Tiles};
 use crate::graphs::{Graphs, Left, Plan};
+use crate::hooks::Hooks;
 use crate::kernels::heads::{self, Cell};
 use crate::kv::KvPools;
 use crate::launch::Queue;
@@ -64,10 +67,14 @@ pub struct CudaBackend {
     pub(crate) mats: Vec<Matrix>,
     /// By handle: place and length.
     pub(crate) gains: Vec<(DevPtr, usize)>,
+    /// The largest size of any value of each.
+    pub(crate) most_gain: Vec<f32>,
     pub(crate) acts: Vec<Buffer>,
     pub(crate) kv: KvPools,
     pub(crate) upload: Upload,
     pub(crate) workspace: Workspace,
+    pub(crate) hooks: Hooks,
+    staging: Staging,
     weights: Arena,
     activations: Arena,
     uploaded: bool,
@@ -87,8 +94,6 @@ pub struct CudaBackend {
 pub(crate) struct Pending {
     /// What the pass leaves besides values; where it was recorded, its marks are the recording's.
     pub left: Left,
-    /// What was copied out.
-    pub taps: Vec<Tap>,
     /// The shape, where the pass is a repeated recording.
     pub repeated: Option<BatchShape>,
 }
@@ -101,22 +106,28 @@ impl CudaBackend {
     pub fn new(options: CudaOptions) -> Result<CudaBackend> {
         let context = Context::new(options.ordinal)
             .map_err(|e| Error::Unsupported { device: "cuda".into(), what: e.to_string() })?;
-        // The fast kernels are Hopper's; elsewhere the fast mode is bf16 inputs on the general ones.
-        let packs = options.compute == Compute::Fast && context.info.arch == 90;
+        // The fast kernels are Hopper's, and in the build only where it was compiled for that; elsewhere the fast mode is
+        // bf16 inputs on the general ones.
+        let hopper = context.info.arch == 90 && built_architectures().contains(&"90a");
+        let packs = options.compute == Compute::Fast && hopper;
+        let stream = Arc::new(Stream::new(&context)?);
         Ok(CudaBackend {
             options,
             packs,
             tiles: options.random_weights.map(Tiles::new),
             timings: false,
             graphs: Graphs::default(),
-            stream: Arc::new(Stream::new(&context)?),
+            staging: Staging::new(&context, &stream),
+            stream,
             kernels: Kernels::new(&context),
             mats: Vec::new(),
             gains: Vec::new(),
+            most_gain: Vec::new(),
             acts: Vec::new(),
             kv: KvPools::empty(packs),
             upload: Upload::default(),
             workspace: Workspace::new(&context),
+            hooks: Hooks::default(),
             weights: Arena::new(&context, "weights", ARENA_BLOCK),
             activations: Arena::new(&context, "activations", ARENA_BLOCK),
             uploaded: false,
@@ -153,7 +164,7 @@ impl CudaBackend {
             let reason = format!("{rows} rows are not a whole number of groups of {group_rows}");
             return Err(Error::Tensor { tensor: first.name.clone(), reason });
         }
-        let mut store = Store { arena: &mut self.weights, stream: &self.stream };
+        let mut store = Store { arena: &mut self.weights, staging: &mut self.staging };
         let fast = self.packs.then_some(&mut self.tiles);
         let matrix = Matrix::new(&mut store, parts, group_rows, tied, fast)?;
         self.keep(matrix)
@@ -168,7 +179,7 @@ impl CudaBackend {
 
     /// How often anything that recordings point to has moved.
     fn moved(&self) -> usize {
-        self.moves + self.upload.moves + self.workspace.moves
+        self.moves + self.upload.moves + self.workspace.moves + self.hooks.moves
     }
 
     /// Recorded passes that are kept.
@@ -228,9 +239,10 @@ impl CudaBackend {
         let left = Left {
             tokens: recorded.left.tokens,
             weight_bytes: recorded.left.weight_bytes,
+            taps: recorded.left.taps.clone(),
             ..Left::default()
         };
-        Ok(Pending { left, taps: Vec::new(), repeated: Some(shape.clone()) })
+        Ok(Pending { left, repeated: Some(shape.clone()) })
     }
 
     /// A float32 activation of at least `rows` rows.
@@ -312,7 +324,7 @@ impl Backend for CudaBackend {
 
     fn pack_rows(&mut self, part: &TensorView<'_>) -> Result<Mat> {
         self.context.bind()?;
-        let mut store = Store { arena: &mut self.weights, stream: &self.stream };
+        let mut store = Store { arena: &mut self.weights, staging: &mut self.staging };
         let matrix = Matrix::table(&mut store, part, &mut self.tiles)?;
         self.keep(matrix)
     }
@@ -326,9 +338,10 @@ impl Backend for CudaBackend {
         let handle = Gain(u32::try_from(self.gains.len()).map_err(|_| too_many("vectors"))?);
         let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
         let ptr = self.weights.take(bytes.len())?;
-        // SAFETY: as many bytes were taken; the memory is not pinned, so it is read when this returns.
-        unsafe { self.stream.upload(ptr, &bytes)? };
+        // SAFETY: as many bytes were just taken.
+        unsafe { self.staging.copy(ptr, &bytes)? };
         self.gains.push((ptr, values.len()));
+        self.most_gain.push(values.iter().fold(0.0, |most, v| v.abs().max(most)));
         Ok(handle)
     }
 
@@ -342,8 +355,15 @@ impl Backend for CudaBackend {
 
     fn kv(&mut self, plan: &KvPlan) -> Result<()> {
         self.settle()?;
+        // Weights come before the pools.
+        self.staging.release()?;
         self.moves += 1;
         self.kv.resize(&self.context, &self.stream, plan)
+    }
+
+    fn steer_set(&mut self, index: usize, set: Option<&SteerSet>) -> Result<()> {
+        self.settle()?;
+        self.hooks.set(&self.context, &self.stream, index, set)
     }
 
     fn timings(&mut self, on: bool) -> Result<()> {
@@ -368,6 +388,7 @@ impl Backend for CudaBackend {
         }
         self.settle()?;
         self.upload.take(&self.context, &self.stream, batch, &self.kv.plan)?;
+        self.hooks.prepare(&self.context, batch)?;
         self.uploaded = true;
         Ok(())
     }
@@ -379,7 +400,11 @@ impl Backend for CudaBackend {
         }
         self.context.bind()?;
         self.pending = None;
-        let plan = if self.options.eager { Plan::Run } else { self.graphs.plan(shape, self.moved()) };
+        let plan = if self.options.eager {
+            Plan::Run
+        } else {
+            self.graphs.plan(shape, &self.upload.batch.taps, self.moved())
+        };
         let done = match plan {
             Plan::Run => self.run_once(shape, program),
             Plan::Record => self.record(shape, program).and_then(|()| self.repeat(shape)),
@@ -419,7 +444,9 @@ impl Backend for CudaBackend {
             false => None,
         };
         let weight_bytes = pending.left.weight_bytes;
-        Ok(Outcome { argmax, taps: pending.taps, timing, weight_bytes, ..Outcome::default() })
+        let taps = self.hooks.taken(&pending.left.taps);
+        let projections = self.hooks.projections(&self.upload.batch);
+        Ok(Outcome { argmax, taps, projections, weight_bytes, timing })
     }
 
     fn read(&mut self, act: Act, rows: usize, out: &mut Vec<f32>) -> Result<()> {
@@ -520,7 +547,10 @@ impl Backend for CudaBackend {
         MemoryUse {
             weights: self.weights.bytes(),
             mapped: 0,
-            activations: self.activations.bytes() + self.workspace.bytes() + self.upload.bytes(),
+            activations: self.activations.bytes()
+                + self.workspace.bytes()
+                + self.upload.bytes()
+                + self.hooks.bytes(),
             kv: self.kv.bytes(),
         }
     }

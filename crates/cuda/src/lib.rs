@@ -48,6 +48,8 @@ pub mod footprint;
 #[cfg(feature = "cuda")]
 mod graphs;
 #[cfg(feature = "cuda")]
+mod hooks;
+#[cfg(feature = "cuda")]
 pub mod kernels;
 #[cfg(feature = "cuda")]
 mod kv;

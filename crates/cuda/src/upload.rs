@@ -15,8 +15,9 @@ struct Capacity {
     pages: [usize; GROUPS],
 }
 
-/// Columns with an entry for each row: tokens, per-layer tokens, positions, soft, and by group visible, table, cell.
-const ROW_COLUMNS: usize = 4 + 3 * GROUPS;
+/// Columns with an entry for each row: tokens, per-layer tokens, positions, soft, by group visible, table, cell, and
+/// steering.
+const ROW_COLUMNS: usize = 5 + 3 * GROUPS;
 
 impl Capacity {
     fn ints(&self) -> usize {
@@ -111,8 +112,9 @@ impl Upload {
             visible_to: [at[4], at[5]],
             table: [at[6], at[7]],
             cell: [at[8], at[9]],
-            heads: at[10],
-            pages: [at[11], at[12]],
+            steer: at[10],
+            heads: at[11],
+            pages: [at[12], at[13]],
             soft_values: self.columns.soft_values,
         };
         self.capacity = capacity;
@@ -224,6 +226,7 @@ impl RowInts {
             &self.table[1],
             &self.cell[0],
             &self.cell[1],
+            &batch.steer,
             &batch.heads,
             &batch.pages[0],
             &batch.pages[1],

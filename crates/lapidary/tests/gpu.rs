@@ -8,14 +8,20 @@
     reason = "each file brings the module of models that it uses when it is built alone"
 )]
 
+#[path = "capture.rs"]
+mod capture;
 #[path = "config.rs"]
 mod config;
 #[path = "determinism.rs"]
 mod determinism;
 #[path = "fast_gpu.rs"]
 mod fast_gpu;
+#[path = "fast_hooks.rs"]
+mod fast_hooks;
 #[path = "formats.rs"]
 mod formats;
+#[path = "fp8_kv.rs"]
+mod fp8_kv;
 #[path = "gguf_models.rs"]
 mod gguf_models;
 #[path = "goldens.rs"]
@@ -26,10 +32,16 @@ mod hard_cases_a;
 mod hard_cases_b;
 #[path = "hard_cases_h.rs"]
 mod hard_cases_h;
+#[path = "plan_gpu.rs"]
+mod plan_gpu;
 #[path = "refusals.rs"]
 mod refusals;
+#[path = "requantise.rs"]
+mod requantise;
 #[path = "slots.rs"]
 mod slots;
+#[path = "steering.rs"]
+mod steering;
 #[path = "steps.rs"]
 mod steps;
 #[path = "tiny_models.rs"]

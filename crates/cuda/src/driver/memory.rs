@@ -170,6 +170,11 @@ impl Pinned {
         unsafe { std::slice::from_raw_parts(self.ptr.cast(), self.len / 4) }
     }
 
+    /// Where kernels find it: with unified addressing, which every 64-bit system has, at the host's own address.
+    pub fn device(&self) -> DevPtr {
+        DevPtr(self.ptr as u64)
+    }
+
     /// The bytes, to be written while the device does not read them.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         // SAFETY: as in `bytes`, and the borrow is exclusive.

@@ -1,12 +1,14 @@
 //! Routed experts in the fast mode: the router's kernel lists who was chosen, and experts read the list.
 
-use lapidary_ops::{Act, ExpertSpec, Mat, Result, RouteSpec};
+use lapidary_ops::{Act, ExpertSpec, Mat, Result, RouteSpec, TapPoint};
 
 use super::emit::{Planes, SKINNY_ROWS, gate, not_packed};
 use super::fuse::Step;
+use crate::args::Rows;
 use crate::driver::DevPtr;
 use crate::kernels::gemm_prefill::{self, Combine, Grouped, Lists};
 use crate::kernels::producers::{self, Router};
+use crate::kernels::rows;
 use crate::kernels::skinny_gemm::{self, Chosen, ExpertsDown, ExpertsUp, MAX_ROWS, Weights};
 use crate::matrix::Matrix;
 use crate::ops::CudaOps;
@@ -75,12 +77,9 @@ impl CudaOps<'_> {
             // SAFETY: widths agree.
             unsafe { producers::router(self.on.queue(), &call)? };
         }
-        if !alone && !self.on.upload.batch.taps.points.is_empty() {
-            for row in 0..self.rows {
-                let (to, from) = (r.ptr.at(row * r.stride as usize * 4), routes_at.at(row * k * 4));
-                // SAFETY: both hold the row.
-                unsafe { self.on.stream.copy(to, from, k * 4)? };
-            }
+        if !alone && self.on.upload.batch.taps.points.iter().any(|p| matches!(p, TapPoint::Routes(_))) {
+            // SAFETY: both hold as many rows.
+            unsafe { rows::cast(self.on.queue(), r, Rows::floats(routes_at, k), self.rows)? };
         }
         self.routed = true;
         Ok(())

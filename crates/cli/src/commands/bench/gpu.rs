@@ -7,8 +7,9 @@ use anyhow::{Context as _, bail};
 use lapidary::plan::MemoryPlan;
 use lapidary::synth::{Mix, Size, SynthOptions, write};
 use lapidary::timings::Report;
-use lapidary::{Checkpoint, Config, Format, LoadOptions, Prompt, Stepper};
+use lapidary::{Checkpoint, Config, Format, LoadOptions, Prompt, Stepper, TapPoint};
 use lapidary_engine::Heads;
+use lapidary_ops::{SteerEdit, SteerMode, SteerSet};
 use serde_json::{Value, json};
 
 use super::Args;
@@ -58,6 +59,16 @@ struct Line {
     weight_bytes: u64,
     kv_bytes: u64,
     profile: Option<Report>,
+    /// Seconds of a step with a layer captured, and with it steered, each beside that of steps without right before.
+    hooks: Option<[(f64, f64); 2]>,
+}
+
+/// What is done to every row of a step.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Hook {
+    None,
+    Capture(usize),
+    Steer(usize),
 }
 
 pub fn run(args: &Args) -> anyhow::Result<()> {
@@ -92,7 +103,7 @@ fn measure(args: &Args, name: &str, checkpoint: &Checkpoint, random: Option<Form
         bail!("on a GPU decoding is measured: -n must be above 0");
     }
     let deepest = args.depth.iter().copied().max().unwrap_or(0) as usize;
-    let context = deepest + generate + 8;
+    let context = deepest + generate + 9;
     let batches: Vec<usize> = args.batch.iter().map(|&b| b as usize).collect();
     let most = batches.iter().copied().max().unwrap_or(1);
     let options = LoadOptions {
@@ -110,11 +121,28 @@ fn measure(args: &Args, name: &str, checkpoint: &Checkpoint, random: Option<Form
         None => load::stepper(checkpoint, &options, &args.device)?,
     };
     let loaded = start.elapsed().as_secs_f64();
-    let plan = load::plan(checkpoint, &config, &options);
+    let plan = load::plan(checkpoint, &config, &options, &args.device);
     let mut lines = Vec::new();
     for &depth in &args.depth {
         for &batch in &batches {
-            lines.push(decode(&mut stepper, &plan, args, depth as usize, batch, generate)?);
+            let mut line = |hook| decode(&mut stepper, &plan, args, (depth as usize, batch, generate), hook);
+            let mut plain = line(Hook::None)?;
+            if let Some(layer) = args.hooks.map(usize::from) {
+                if layer >= config.layers.len() {
+                    bail!("--hooks {layer}: the model has layers 0 to {}", config.layers.len() - 1);
+                }
+                let mut beside = |hook| -> anyhow::Result<(f64, f64)> {
+                    // In turn, so that a clock that drifts is seen by both.
+                    let (mut with, mut without) = (Vec::new(), Vec::new());
+                    for _ in 0..2 {
+                        without.extend(line(Hook::None)?.steps);
+                        with.extend(line(hook)?.steps);
+                    }
+                    Ok((median(&with), median(&without)))
+                };
+                plain.hooks = Some([beside(Hook::Capture(layer))?, beside(Hook::Steer(layer))?]);
+            }
+            lines.push(plain);
         }
     }
     let memory = stepper.runner().memory();
@@ -146,6 +174,17 @@ fn measure(args: &Args, name: &str, checkpoint: &Checkpoint, random: Option<Form
         ceiling / 1e9
     )?;
     out.write_all(table(&lines, ceiling).as_bytes())?;
+    for (line, hooks) in lines.iter().filter_map(|l| Some((l, l.hooks?))) {
+        for (what, (with, without)) in ["captured", "steered"].iter().zip(hooks) {
+            let (cost, batch, depth) = (100.0 * (with / without - 1.0), line.batch, line.depth);
+            writeln!(
+                out,
+                "batch {batch}, depth {depth}: one layer {what} {:.3} ms/step, without {:.3}: {cost:+.2} %",
+                with * 1e3,
+                without * 1e3
+            )?;
+        }
+    }
     for line in &lines {
         if let Some(profile) = &line.profile {
             writeln!(out, "batch {}, depth {}:\n{}", line.batch, line.depth, profile.text())?;
@@ -159,26 +198,34 @@ fn decode(
     stepper: &mut Stepper,
     plan: &MemoryPlan,
     args: &Args,
-    depth: usize,
-    batch: usize,
-    steps: usize,
+    (depth, batch, steps): (usize, usize, usize),
+    hook: Hook,
 ) -> anyhow::Result<Line> {
     let prompt = Prompt::from(&super::ids(stepper, depth.max(1))[..]);
     let mut seconds = Vec::with_capacity(steps);
     let (start, mut tokens) = (depth.max(1), vec![1u32; batch]);
     stepper.reset();
+    let set = match hook {
+        Hook::Steer(layer) => Some(edit(stepper, layer)?),
+        _ => None,
+    };
+    stepper.set_steering(set.as_ref())?;
     if batch == 1 {
         stepper.prefill_each(&prompt, Heads::None, &mut |_| {})?;
     } else {
-        stepper.alloc_slots(batch, depth + steps + 8)?;
+        stepper.alloc_slots(batch, depth + steps + 9)?;
         for slot in 0..batch {
+            stepper.set_slot_steering(slot, set.as_ref())?;
             stepper.prefill_slot(slot, &prompt.tokens)?;
         }
     }
+    if let Hook::Capture(layer) = hook {
+        stepper.set_capture(&[TapPoint::LayerOut(layer)]);
+    }
     let slots: Vec<usize> = (0..batch).collect();
-    // The first two run as they are and are recorded; neither counts.
-    for step in 0..steps + 2 {
-        if step == 2 && args.profile {
+    // The first three run as they are, until nothing moves, and are recorded; none counts.
+    for step in 0..steps + 3 {
+        if step == 3 && args.profile && hook == Hook::None {
             stepper.start_profile(false)?;
         }
         let position = start + step;
@@ -189,13 +236,14 @@ fn decode(
             let fed = tokens.clone();
             stepper.decode_batch(&fed, &vec![position; batch], &slots, &mut tokens)?;
         }
-        if step >= 2 {
+        if step >= 3 {
             seconds.push(clock.elapsed().as_secs_f64());
         }
         // Rows that all go the same way would choose the same experts.
         let vocab = stepper.model().config.vocab as u32;
         tokens.iter_mut().enumerate().for_each(|(i, t)| *t = (*t + 7919 * i as u32) % vocab);
     }
+    stepper.set_capture(&[]);
     let profile = stepper.take_profile().map(|p| Report::new(&p));
     Ok(Line {
         batch,
@@ -204,7 +252,14 @@ fn decode(
         weight_bytes: stepper.weight_bytes(),
         kv_bytes: plan.kv_bytes_per_token(start + steps / 2) * batch as u64,
         profile,
+        hooks: None,
     })
+}
+
+/// An edit that is made of every row.
+fn edit(stepper: &Stepper, layer: usize) -> anyhow::Result<SteerSet> {
+    let direction: Vec<f32> = (0..stepper.model().config.hidden).map(|i| (i % 7) as f32 - 3.0).collect();
+    Ok(SteerSet { edits: vec![SteerEdit::new(layer, SteerMode::Ablate, 0.01, &direction)?] })
 }
 
 impl Line {
@@ -226,6 +281,8 @@ impl Line {
             "kv_bytes_per_step": self.kv_bytes,
             "share_of_read_bandwidth": self.share(ceiling),
             "profile": self.profile.as_ref().map(Report::json),
+            "capture_cost": self.hooks.map(|h| h[0].0 / h[0].1 - 1.0),
+            "steering_cost": self.hooks.map(|h| h[1].0 / h[1].1 - 1.0),
         })
     }
 }
