@@ -38,7 +38,9 @@ fn main() -> Result<()> {
     let only = args.get(4).map_or("all", |o| o);
     println!("{:>8} {:>6} {:>10} {:>10}", "format", "rows", "GFLOP/s", "GB/s");
     for format in formats.into_iter().filter(|f| only == "all" || only == f.name()) {
-        for rows in [1, 4, 16, 64, 256] {
+        // Of one format alone, all small batches.
+        let few = if only == "all" { vec![1, 4, 16] } else { (1..=16).collect() };
+        for rows in few.into_iter().chain([64, 256]) {
             product(CpuOptions { threads, compute, level, packed_experts: None }, format, rows)?;
         }
     }
@@ -46,15 +48,8 @@ fn main() -> Result<()> {
     for format in [KvFormat::F16, KvFormat::Bf16, KvFormat::Q8_0] {
         for (heads, d, depth, rows, layers) in shapes {
             if only == "all" || only == "attention" {
-                attention(
-                    CpuOptions { threads, compute, level, packed_experts: None },
-                    format,
-                    heads,
-                    d,
-                    depth,
-                    rows,
-                    layers,
-                )?;
+                let options = CpuOptions { threads, compute, level, packed_experts: None };
+                attention(options, format, heads, d, depth, rows, layers)?;
             }
         }
     }
