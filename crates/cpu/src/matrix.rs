@@ -127,7 +127,8 @@ impl Matrix {
         let Some(first) = parts.first() else {
             return Err(Error::Tensor { tensor: "matrix".into(), reason: "has no parts".into() });
         };
-        let mut matrix = Matrix { rows: 0, cols: first.cols, parts: Vec::with_capacity(parts.len()), paged: false };
+        let mut matrix =
+            Matrix { rows: 0, cols: first.cols, parts: Vec::with_capacity(parts.len()), paged: false };
         for part in parts {
             if part.cols != first.cols {
                 let reason = format!("has {} columns, {} has {}", part.cols, first.name, first.cols);

@@ -382,28 +382,27 @@ fn experts_in_the_file_have_the_bits_of_packed_ones_and_only_the_chosen_are_read
                 // One file of the four runs of bytes, what nobody chose overwritten with what is no number.
                 let mut file = Wanted::default();
                 let mut wanted = Vec::new();
-                let runs = [gate_up.view("gate_up"), down.view("down")]
-                    .map(|view| {
-                        let scales = match view.scales {
-                            Scales::Nvfp4 { blocks, .. } => blocks.to_vec(),
-                            Scales::Group32Bf16(bytes) => bytes.to_vec(),
-                            _ => Vec::new(),
-                        };
-                        [view.bytes.to_vec(), scales].map(|mut bytes| {
-                            let each = bytes.len() / experts;
-                            let start = file.bytes.len();
-                            for e in 0..experts {
-                                let own = e * each..(e + 1) * each;
-                                if !chosen(e) {
-                                    bytes[own].fill(0xFF);
-                                } else if each > 0 {
-                                    wanted.push(start + own.start..start + own.end);
-                                }
+                let runs = [gate_up.view("gate_up"), down.view("down")].map(|view| {
+                    let scales = match view.scales {
+                        Scales::Nvfp4 { blocks, .. } => blocks.to_vec(),
+                        Scales::Group32Bf16(bytes) => bytes.to_vec(),
+                        _ => Vec::new(),
+                    };
+                    [view.bytes.to_vec(), scales].map(|mut bytes| {
+                        let each = bytes.len() / experts;
+                        let start = file.bytes.len();
+                        for e in 0..experts {
+                            let own = e * each..(e + 1) * each;
+                            if !chosen(e) {
+                                bytes[own].fill(0xFF);
+                            } else if each > 0 {
+                                wanted.push(start + own.start..start + own.end);
                             }
-                            file.bytes.extend_from_slice(&bytes);
-                            start..start + bytes.len()
-                        })
-                    });
+                        }
+                        file.bytes.extend_from_slice(&bytes);
+                        start..start + bytes.len()
+                    })
+                });
                 let file = std::sync::Arc::new(file);
                 let gu = in_file(gate_up.view("gate_up"), &file.bytes, &runs[0]);
                 let dn = in_file(down.view("down"), &file.bytes, &runs[1]);

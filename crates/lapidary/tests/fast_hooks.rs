@@ -321,11 +321,18 @@ fn parts_of_a_gpus_steps_add_up() {
         assert_bits(&format!("{compute:?}: the clock changes nothing"), &timed, &plain);
         let report = lapidary::timings::Report::new(&profile);
         println!("{compute:?} {:?}, {:.4} unaccounted\n{}", whole, report.unaccounted(), report.text());
-        assert!(profile.total <= whole && report.unaccounted().abs() < 0.03, "{compute:?}\n{}", report.text());
+        assert!(
+            profile.total <= whole && report.unaccounted().abs() < 0.03,
+            "{compute:?}\n{}",
+            report.text()
+        );
         for class in &report.classes {
             let phases: f64 = class.phases.iter().map(|p| p.time.total.as_secs_f64()).sum();
             let device = class.device.total.as_secs_f64();
-            assert!((phases - device).abs() <= 1e-6 * device, "{compute:?}: phases are the whole of the pass");
+            assert!(
+                (phases - device).abs() <= 1e-6 * device,
+                "{compute:?}: phases are the whole of the pass"
+            );
         }
         let trace = lapidary::timings::chrome_trace(&profile);
         let events = trace["traceEvents"].as_array().expect("a list");
