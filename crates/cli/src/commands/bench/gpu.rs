@@ -9,7 +9,6 @@ use lapidary::synth::{Mix, Size, SynthOptions, write};
 use lapidary::timings::Report;
 use lapidary::{Checkpoint, Config, Format, LoadOptions, Prompt, Stepper, TapPoint};
 use lapidary_engine::Heads;
-use lapidary_ops::{SteerEdit, SteerMode, SteerSet};
 use serde_json::{Value, json};
 
 use super::Args;
@@ -206,7 +205,7 @@ fn decode(
     let (start, mut tokens) = (depth.max(1), vec![1u32; batch]);
     stepper.reset();
     let set = match hook {
-        Hook::Steer(layer) => Some(edit(stepper, layer)?),
+        Hook::Steer(layer) => Some(super::hooks::edit(stepper, layer)?),
         _ => None,
     };
     stepper.set_steering(set.as_ref())?;
@@ -254,12 +253,6 @@ fn decode(
         profile,
         hooks: None,
     })
-}
-
-/// An edit that is made of every row.
-fn edit(stepper: &Stepper, layer: usize) -> anyhow::Result<SteerSet> {
-    let direction: Vec<f32> = (0..stepper.model().config.hidden).map(|i| (i % 7) as f32 - 3.0).collect();
-    Ok(SteerSet { edits: vec![SteerEdit::new(layer, SteerMode::Ablate, 0.01, &direction)?] })
 }
 
 impl Line {
