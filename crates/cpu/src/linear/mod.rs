@@ -6,6 +6,8 @@
 
 pub(crate) mod f32;
 mod gated;
+#[cfg(target_arch = "aarch64")]
+mod neon;
 
 use std::ops::Range;
 
