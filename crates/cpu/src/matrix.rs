@@ -223,6 +223,16 @@ impl Weights {
         }
     }
 
+    /// Whether they are kept in a form that is exact in bf16.
+    pub fn is_half(&self) -> bool {
+        matches!(self, Weights::File(file) if matches!(file.view.format, Format::Bf16 | Format::Fp8E4M3))
+    }
+
+    /// The scales beside the codes of the file's format.
+    pub fn scales(&self) -> Option<&Scales<'static>> {
+        if let Weights::File(file) = self { Some(&file.view.scales) } else { None }
+    }
+
     /// Decodes row `row` exactly.
     pub fn decode_row(&self, isa: Isa, row: usize, out: &mut [f32]) {
         match self {

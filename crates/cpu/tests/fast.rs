@@ -28,6 +28,15 @@ fn takes_floats(format: Format) -> bool {
     matches!(format, Format::F32 | Format::F16 | Format::Bf16 | Format::Fp8E4M3)
 }
 
+/// Whether inputs are rounded to bf16 for products with this format.
+fn rounds_to_bf16(format: Format, level: Level) -> bool {
+    #[cfg(target_arch = "x86_64")]
+    let has = is_x86_feature_detected!("avx512bf16") && is_x86_feature_detected!("avx512vbmi");
+    #[cfg(not(target_arch = "x86_64"))]
+    let has = false;
+    has && level == Level::Avx512 && matches!(format, Format::Bf16 | Format::Fp8E4M3)
+}
+
 #[test]
 fn the_error_of_a_product_is_the_rounding_of_its_inputs() {
     for level in levels() {
@@ -71,6 +80,14 @@ fn the_error_of_a_product_is_the_rounding_of_its_inputs() {
                         }
                         if takes_floats(format) || !k.is_multiple_of(32) {
                             (most, variance) = (0.0, 0.0);
+                        }
+                        if rounds_to_bf16(format, level) {
+                            for (x, w) in x.iter().zip(w) {
+                                // Half of the last of eight bits.
+                                let step = 2f64.powi(x.abs().log2().floor() as i32 - 7);
+                                most += 0.5 * step * f64::from(w.abs());
+                                variance += step * step / 12.0 * f64::from(*w).powi(2);
+                            }
                         }
                         // Float sums: 64 stands for the parts of formats with offsets, larger than their terms.
                         let rounding = 64.0 * size * (k as f64 / 8.0 + 6.0) * EPS;
@@ -480,6 +497,11 @@ fn every_quantised_format_has_an_integer_kernel_and_the_report_says_so() {
         let report = Rig::new(fast(1, level)).cpu.report();
         assert_eq!(report.mode, "fast");
         for kernel in report.kernels {
+            assert_eq!(
+                kernel.kernel.starts_with("bf16 x"),
+                rounds_to_bf16(kernel.format, level),
+                "{kernel:?}"
+            );
             let int8 = kernel.kernel.starts_with("int8");
             assert_eq!(int8, !takes_floats(kernel.format), "{kernel:?}");
             assert_eq!(kernel.fallback, level == Level::Scalar, "{kernel:?}");

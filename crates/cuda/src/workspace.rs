@@ -35,9 +35,11 @@ pub(crate) enum Piece {
     Routes,
     /// By expert: which rows chose it.
     Lists,
+    /// Inputs of a product in the order in which its kernel reads them.
+    Arranged,
 }
 
-const PIECES: usize = 12;
+const PIECES: usize = 13;
 
 /// All pieces.
 #[derive(Debug)]

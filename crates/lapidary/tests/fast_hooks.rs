@@ -296,6 +296,54 @@ fn rows_of_one_batch_are_steered_each_by_its_own_set() {
     assert!(mixed[0] != none[0] && mixed[2] != none[2]);
 }
 
+/// What `bench --profile` and `--trace-file` tell of a GPU: parts that add up to a whole measured for itself, and a trace
+/// whose events lie one after the other on each track.
+#[test]
+fn parts_of_a_gpus_steps_add_up() {
+    if common::gpu().is_none() {
+        return;
+    }
+    let (size, mix, layers) = MODELS[1];
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let path = folder.path().join("model.gguf");
+    write_model(size, mix, layers, &path);
+    for compute in [Compute::Fast, Compute::F32] {
+        let mut s = load(&path, compute);
+        let plain = run(&mut s, &mut |_| {});
+        s.start_profile(true).expect("a GPU has a clock");
+        let start = std::time::Instant::now();
+        let timed = run(&mut s, &mut |_| {});
+        for token in prompt(40, 9) {
+            s.decode_step(token, s.cursor()).expect("the step runs");
+        }
+        let profile = s.take_profile().expect("it was on");
+        let whole = start.elapsed();
+        assert_bits(&format!("{compute:?}: the clock changes nothing"), &timed, &plain);
+        let report = lapidary::timings::Report::new(&profile);
+        println!("{compute:?} {:?}, {:.4} unaccounted\n{}", whole, report.unaccounted(), report.text());
+        assert!(profile.total <= whole && report.unaccounted().abs() < 0.03, "{compute:?}\n{}", report.text());
+        for class in &report.classes {
+            let phases: f64 = class.phases.iter().map(|p| p.time.total.as_secs_f64()).sum();
+            let device = class.device.total.as_secs_f64();
+            assert!((phases - device).abs() <= 1e-6 * device, "{compute:?}: phases are the whole of the pass");
+        }
+        let trace = lapidary::timings::chrome_trace(&profile);
+        let events = trace["traceEvents"].as_array().expect("a list");
+        let mut by_track = std::collections::BTreeMap::<u64, Vec<(f64, f64)>>::new();
+        for e in events.iter().filter(|e| e["ph"] == "X") {
+            let (ts, dur) = (e["ts"].as_f64().expect("a time"), e["dur"].as_f64().expect("a time"));
+            assert!(ts >= 0.0 && dur >= 0.0 && e["name"].is_string(), "{e}");
+            by_track.entry(e["tid"].as_u64().expect("a track")).or_default().push((ts, ts + dur));
+        }
+        assert_eq!(by_track.len(), 3);
+        for (track, spans) in &mut by_track {
+            spans.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.total_cmp(&b.1)));
+            let overlap = spans.windows(2).find(|p| p[1].0 < p[0].1 - 1e-3);
+            assert!(overlap.is_none(), "{compute:?} track {track}: {overlap:?}");
+        }
+    }
+}
+
 /// A measurement: one layer captured, and steered, beside neither; `bench --hooks` is the same for people. Run with
 /// `--ignored --nocapture`; it proves nothing on a machine that is busy.
 #[test]

@@ -67,6 +67,39 @@ pub(crate) struct Bf16(u16);
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct F16(u16);
 
+impl Bf16 {
+    /// The nearest to `value`, halves to even.
+    #[cfg(test)]
+    pub fn of(value: f32) -> Bf16 {
+        Bf16(half::bf16::from_f32(value).to_bits())
+    }
+
+    /// The number that a float32 with these bits begins with.
+    #[inline(always)]
+    pub fn from_high_bits(bits: u32) -> Bf16 {
+        Bf16((bits >> 16) as u16)
+    }
+
+    /// Little-endian bf16 numbers where they lie, if this machine has them like that.
+    pub fn all(bytes: &[u8]) -> Option<&[Bf16]> {
+        // SAFETY: every bit pattern is a `Bf16`; the prefix and suffix are checked to be empty.
+        let (before, values, after) = unsafe { bytes.align_to::<Bf16>() };
+        (cfg!(target_endian = "little") && before.is_empty() && after.is_empty()).then_some(values)
+    }
+
+    /// Room for two numbers in each float of a buffer.
+    pub fn room(floats: &mut [f32]) -> &mut [Bf16] {
+        // SAFETY: every bit pattern is valid for both types, and a float's alignment is enough; so nothing is left over.
+        unsafe { floats.align_to_mut::<Bf16>().1 }
+    }
+
+    /// The same, to read.
+    pub fn in_floats(floats: &[f32]) -> &[Bf16] {
+        // SAFETY: as above.
+        unsafe { floats.align_to::<Bf16>().1 }
+    }
+}
+
 impl F16 {
     /// Little-endian f16 numbers where they lie, if this machine has them like that.
     pub fn all(bytes: &[u8]) -> Option<&[F16]> {
@@ -183,6 +216,9 @@ fn scalar<W: Weight>(x: RowsView<'_>, w: RowsView<'_, W>, k: usize, out: &mut [f
         }
     }
 }
+
+#[cfg(target_arch = "x86_64")]
+pub(crate) use x86::avx512::put;
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
@@ -306,7 +342,7 @@ mod x86 {
             /// take one by one, along the tree of [`sum`].
             #[inline]
             #[target_feature(enable = $features)]
-            unsafe fn put<const M: usize, const N: usize>(
+            pub unsafe fn put<const M: usize, const N: usize>(
                 acc: &[[__m512; N]; M],
                 out: *mut f32,
                 stride: usize,
