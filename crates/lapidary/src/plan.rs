@@ -136,7 +136,8 @@ impl MemoryPlan {
         }
         let order = |f: Format| Format::ALL.iter().position(|&g| g == f);
         plan.weights.sort_by_key(|w| order(w.format));
-        if let Some(memory) = options.memory {
+        // What is quantised while it is loaded is in no file.
+        if let Some(memory) = options.memory.filter(|_| options.requantise.linear.is_none()) {
             plan.fit(memory);
         }
         plan
