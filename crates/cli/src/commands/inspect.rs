@@ -209,6 +209,9 @@ fn memory(plan: &MemoryPlan, options: &LoadOptions) -> Table {
         options.chunk.min(plan.activations[0].max_rows)
     );
     table.row(vec!["activations".into(), bytes(plan.activation_bytes()), detail]);
+    if plan.device_bytes > 0 {
+        table.row(vec!["between kernels".into(), bytes(plan.device_bytes), String::new()]);
+    }
     table.row(vec!["total".into(), bytes(plan.total()), String::new()]);
     table
 }
@@ -284,6 +287,7 @@ fn as_json(checkpoint: &Checkpoint, config: &Config, options: &LoadOptions, plan
             "kv_full": plan.kv_group_bytes(Group::Full),
             "kv_bytes": plan.kv_bytes(),
             "activation_bytes": plan.activation_bytes(),
+            "device_bytes": plan.device_bytes,
             "total": plan.total(),
             "weight_bytes_per_token": plan.weight_bytes_per_token,
             "kv_bytes_per_token": plan.kv_bytes_per_token(context - 1),
