@@ -20,7 +20,7 @@ use lapidary_ops::{AttnSpec, PAGE_TOKENS};
 
 use crate::attention::Sums;
 use crate::level::Isa;
-use crate::linear::bf16::dots;
+use crate::linear::bf16::{self, dots};
 use crate::linear::f32::{Bf16, RowsView};
 
 /// One head's keys and values at the positions of a page, `[PAGE_TOKENS, d]` each.
@@ -76,7 +76,7 @@ pub(crate) fn add_page(
     assert!(sums.len() == heads && acc.len() == heads * d);
     assert!(scores.len() == heads * PAGE_TOKENS && weights.len() == heads * PAGE_TOKENS);
     let keys = RowsView { values: &page.keys[cols.start * d..], stride: d, count: cols.len() };
-    dots(isa, q, keys, None, d, &mut scores[cols.start..], PAGE_TOKENS, ahead.keys);
+    dots(isa, q, keys, None, d, &mut scores[cols.start..], PAGE_TOKENS, bf16::Ahead::Bytes(ahead.keys));
     #[cfg(target_arch = "x86_64")]
     // SAFETY: the features were detected, and all lengths are asserted above.
     unsafe {
@@ -275,7 +275,7 @@ mod x86 {
                     let row = |j: usize| {
                         let at = v.add(j * d + 32 * g);
                         if ahead != 0 {
-                            _mm_prefetch::<_MM_HINT_T0>(at.cast::<i8>().wrapping_offset(ahead));
+                            _mm_prefetch::<_MM_HINT_T1>(at.cast::<i8>().wrapping_offset(ahead));
                         }
                         if keys.contains(&j) { _mm512_loadu_si512(at.cast()) } else { _mm512_setzero_si512() }
                     };

@@ -127,7 +127,8 @@ impl Matrix {
         let Some(first) = parts.first() else {
             return Err(Error::Tensor { tensor: "matrix".into(), reason: "has no parts".into() });
         };
-        let mut matrix = Matrix { rows: 0, cols: first.cols, parts: Vec::with_capacity(parts.len()), paged: false };
+        let mut matrix =
+            Matrix { rows: 0, cols: first.cols, parts: Vec::with_capacity(parts.len()), paged: false };
         for part in parts {
             if part.cols != first.cols {
                 let reason = format!("has {} columns, {} has {}", part.cols, first.name, first.cols);
@@ -170,13 +171,18 @@ impl Matrix {
         self.parts.iter().all(|p| p.weights.takes_blocks())
     }
 
-    /// Asks the system to bring rows `first .. first + rows`, which lie in one part, into memory if they are paged.
+    /// Asks the system to bring rows `first .. first + rows` into memory if they are paged.
     pub fn want(&self, first: usize, rows: usize) {
-        let part = self.part_of(first);
-        if let Weights::File(file) | Weights::Paged(file, _) = &part.weights
-            && self.paged
-        {
-            file.want(first - part.first_row, rows);
+        if !self.paged {
+            return;
+        }
+        let before = self.parts.partition_point(|p| p.first_row <= first);
+        for part in self.parts[before - 1..].iter().take_while(|p| p.first_row < first + rows) {
+            if let Weights::File(file) | Weights::Paged(file, _) = &part.weights {
+                let start = first.max(part.first_row) - part.first_row;
+                let end = (first + rows - part.first_row).min(part.weights.rows());
+                file.want(start, end - start);
+            }
         }
     }
 
