@@ -608,6 +608,7 @@ mod on_device {
                     rows,
                     out: self.out.ptr(),
                     workspace: workspace.ptr(),
+                    told: None,
                 };
                 // SAFETY: as above.
                 stage(&format!("argmax {rows} rows"), &|| unsafe {

@@ -357,7 +357,9 @@ struct ArgmaxArgs {
   float* best;           // [rows][blocks]
   int* best_id;          // [rows][blocks], -1 for a part that is not finite
   unsigned* counters;    // [rows], zero between launches
-  int ld, vocab;
+  int* told;             // pinned host memory, [turn][told_rows]: the same for the host; or null
+  const int* turn;
+  int ld, vocab, told_rows;
 };
 extern "C" __global__ void __launch_bounds__(256) argmax(const __grid_constant__ ArgmaxArgs a) {
   __shared__ float values[8];
@@ -408,5 +410,8 @@ extern "C" __global__ void __launch_bounds__(256) argmax(const __grid_constant__
   }
   bad = __syncthreads_or(bad);
   reduce();
-  if (threadIdx.x == 0) a.out[r] = bad ? -1 : id;
+  if (threadIdx.x == 0) {
+    a.out[r] = bad ? -1 : id;
+    if (a.told) a.told[*a.turn * a.told_rows + r] = bad ? -1 : id;
+  }
 }

@@ -6,18 +6,20 @@ use std::time::Duration;
 use lapidary_formats::{Format, TensorView};
 use lapidary_ops::{
     Act, ActKind, ActRows, ActSpec, Backend, Batch, BatchShape, DeviceReport, Error, Gain, Group,
-    KernelReport, KvPlan, KvRef, Mat, MemoryUse, Ops, Outcome, PassTiming, Phase, Result, Tap,
+    KernelReport, KvPlan, KvRef, Mat, MemoryUse, Ops, Outcome, PassTiming, Phase, Result,
 };
 
 use crate::buffers::Buffer;
 use crate::driver::{Arena, Context, DevPtr, Event, Graph, Kernels, Pinned, Stream};
 use crate::fast::{self, Tiles};
+use crate::flight::{Flight, Pending};
 use crate::graphs::{Graphs, Left, Plan};
 use crate::kernels::heads::{self, Cell};
+use crate::kernels::step::Follow;
 use crate::kv::KvPools;
 use crate::launch::Queue;
 use crate::matrix::{Matrix, Store, Tied};
-use crate::ops::{CudaOps, Mode, check_ids};
+use crate::ops::{CudaOps, Mode};
 use crate::upload::Upload;
 use crate::workspace::Workspace;
 
@@ -73,24 +75,11 @@ pub struct CudaBackend {
     uploaded: bool,
     /// Counts what was allocated since the start; a recording from before the last of it is stale.
     moves: usize,
-    /// Where the chosen tokens arrive.
-    chosen: Option<Pinned>,
     /// Where rows that are lent arrive.
     lent: Option<Pinned>,
-    /// What the last run leaves beside them, once it is done.
-    pending: Option<Pending>,
-    context: Arc<Context>,
-}
-
-/// A run that was queued and not yet collected.
-#[derive(Debug)]
-pub(crate) struct Pending {
-    /// What the pass leaves besides values; where it was recorded, its marks are the recording's.
-    pub left: Left,
-    /// What was copied out.
-    pub taps: Vec<Tap>,
-    /// The shape, where the pass is a repeated recording.
-    pub repeated: Option<BatchShape>,
+    /// Runs that were queued and not collected.
+    pub(crate) flight: Flight,
+    pub(crate) context: Arc<Context>,
 }
 
 impl CudaBackend {
@@ -121,9 +110,8 @@ impl CudaBackend {
             activations: Arena::new(&context, "activations", ARENA_BLOCK),
             uploaded: false,
             moves: 0,
-            chosen: None,
             lent: None,
-            pending: None,
+            flight: Flight::default(),
             context,
         })
     }
@@ -168,7 +156,7 @@ impl CudaBackend {
 
     /// How often anything that recordings point to has moved.
     fn moved(&self) -> usize {
-        self.moves + self.upload.moves + self.workspace.moves
+        self.moves + self.upload.moves + self.workspace.moves + self.flight.moves
     }
 
     /// Recorded passes that are kept.
@@ -219,18 +207,24 @@ impl CudaBackend {
     fn repeat(&mut self, shape: &BatchShape) -> Result<Pending> {
         let gone = || Error::Device("a recorded pass is gone".into());
         let recorded = self.graphs.get(shape).ok_or_else(gone)?;
-        let batch = &self.upload.batch;
-        for (ids, below) in [&batch.tokens, &batch.per_layer_tokens].into_iter().zip(recorded.left.below) {
-            check_ids(ids, below.unwrap_or(i32::MAX))?;
+        for (column, below) in recorded.left.below.into_iter().enumerate() {
+            self.upload.check_ids(column, below.unwrap_or(i32::MAX))?;
         }
         // SAFETY: nothing that the recording points to has moved since, and the backend waits before it frees any.
         unsafe { recorded.graph.launch(&self.stream)? };
-        let left = Left {
-            tokens: recorded.left.tokens,
-            weight_bytes: recorded.left.weight_bytes,
-            ..Left::default()
-        };
+        let Left { tokens, told, below, weight_bytes, .. } = recorded.left;
+        let left = Left { tokens, told, below, weight_bytes, ..Left::default() };
         Ok(Pending { left, taps: Vec::new(), repeated: Some(shape.clone()) })
+    }
+
+    /// What rows of `batch` take that follow the pass before.
+    fn follow(&self, batch: &Batch) -> Result<Follow> {
+        let (count, below) = self.flight.chosen();
+        batch.check_follows(count)?;
+        match self.flight.has_room() && Backend::follows(self) {
+            true => Ok(Follow { chosen: self.workspace.tokens(), below }),
+            false => Err(Error::Device("a pass behind two others, or while phases are timed".into())),
+        }
     }
 
     /// A float32 activation of at least `rows` rows.
@@ -356,6 +350,11 @@ impl Backend for CudaBackend {
         Ok(())
     }
 
+    fn follows(&self) -> bool {
+        // Marks of a recorded pass are read before it runs again.
+        !self.timings
+    }
+
     fn upload(&mut self, batch: &Batch) -> Result<()> {
         self.uploaded = false;
         for (what, rows, limit) in [
@@ -366,8 +365,16 @@ impl Backend for CudaBackend {
                 return Err(Error::TooManyRows { what, rows, limit });
             }
         }
-        self.settle()?;
-        self.upload.take(&self.context, &self.stream, batch, &self.kv.plan)?;
+        let follow = match batch.follows.is_empty() {
+            true => {
+                self.settle()?;
+                None
+            }
+            false => Some(self.follow(batch)?),
+        };
+        let queue = Queue { stream: &self.stream, kernels: &self.kernels };
+        let turn = (self.flight.turn(), follow);
+        self.upload.take(&self.context, queue, batch, &self.kv.plan, turn)?;
         self.uploaded = true;
         Ok(())
     }
@@ -378,7 +385,9 @@ impl Backend for CudaBackend {
             return Err(Error::Device("the pass to run is not of the shape of the uploaded batch".into()));
         }
         self.context.bind()?;
-        self.pending = None;
+        if self.upload.batch.follows.is_empty() {
+            self.flight.clear();
+        }
         let plan = if self.options.eager { Plan::Run } else { self.graphs.plan(shape, self.moved()) };
         let done = match plan {
             Plan::Run => self.run_once(shape, program),
@@ -390,29 +399,18 @@ impl Backend for CudaBackend {
             Err(e) => {
                 // What was queued before the failure still uses the buffers.
                 let _ = self.settle();
+                self.flight.lost();
                 return Err(e);
             }
         };
-        let bytes = pending.left.tokens * 4;
-        if self.chosen.as_ref().is_none_or(|p| p.bytes().len() < bytes) {
-            self.chosen = Some(Pinned::new(&self.context, bytes.next_power_of_two().max(1024))?);
-        }
-        let chosen = self.chosen.as_mut().expect("made above");
-        // SAFETY: the workspace has room for the tokens of this pass, and the pinned memory is left alone until
-        // `collect` has waited.
-        unsafe { self.stream.download(&mut chosen.bytes_mut()[..bytes], self.workspace.tokens())? };
-        self.pending = Some(pending);
-        Ok(())
+        // One upload is for one run.
+        self.uploaded = self.upload.batch.follows.is_empty();
+        self.flight.begun(&self.context, &self.stream, pending, self.workspace.tokens())
     }
 
     fn collect(&mut self) -> Result<Outcome> {
-        let pending = self.pending.take();
-        let pending = pending.ok_or_else(|| Error::Device("there is no finished pass to collect".into()))?;
-        self.settle()?;
-        let bytes = self.chosen.as_ref().map_or(&[][..], Pinned::bytes);
-        let argmax =
-            bytes.as_chunks::<4>().0.iter().take(pending.left.tokens).map(|&b| i32::from_le_bytes(b));
-        let argmax = argmax.collect();
+        self.context.bind()?;
+        let (pending, argmax) = self.flight.land()?;
         let recorded = pending.repeated.as_ref().and_then(|shape| self.graphs.get(shape));
         let timing = match self.timings {
             true => Some(pass_timing(&recorded.map_or(&pending.left, |r| &r.left).marks)?),

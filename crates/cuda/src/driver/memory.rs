@@ -164,6 +164,11 @@ impl Pinned {
         unsafe { std::slice::from_raw_parts(self.ptr, self.len) }
     }
 
+    /// Where kernels find it: addresses of the host and the device are the same.
+    pub fn ptr(&self) -> DevPtr {
+        DevPtr(self.ptr as u64)
+    }
+
     /// The same as whole numbers of four bytes.
     pub fn floats(&self) -> &[f32] {
         // SAFETY: the driver aligns to pages, every pattern is a float, and the length is rounded down.

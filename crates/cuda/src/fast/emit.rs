@@ -396,6 +396,8 @@ impl CudaOps<'_> {
         let out = workspace.get(Piece::Tokens, stream, most * 4)?;
         let bytes = producers::argmax_workspace_bytes(most);
         let workspace = workspace.get(Piece::Argmax, stream, bytes)?;
+        let turn = self.on.upload.turn_at;
+        let told = self.on.flight.told(&self.on.context, stream, most, turn)?;
         let call = Argmax {
             logits: l.ptr,
             stride: l.stride as usize,
@@ -403,10 +405,11 @@ impl CudaOps<'_> {
             rows: self.rows,
             out,
             workspace,
+            told: Some(told),
         };
         // SAFETY: both pieces hold as many rows as the logits do.
         unsafe { producers::argmax(self.on.queue(), &call)? }
-        self.left.tokens = self.rows;
+        (self.left.tokens, self.left.told) = (self.rows, true);
         Ok(())
     }
 

@@ -16,3 +16,4 @@ pub mod product;
 pub mod route;
 pub mod rows;
 pub mod skinny_gemm;
+pub mod step;

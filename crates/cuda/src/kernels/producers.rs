@@ -384,6 +384,19 @@ pub struct Argmax {
     pub out: DevPtr,
     /// [`argmax_workspace_bytes`] of memory, zeroed once.
     pub workspace: DevPtr,
+    /// Where the host reads the same.
+    pub told: Option<Told>,
+}
+
+/// Pinned host memory that takes the chosen tokens of two passes in turn.
+#[derive(Clone, Copy, Debug)]
+pub struct Told {
+    /// int32 `[turn][rows]`.
+    pub at: DevPtr,
+    /// Rows of a turn.
+    pub rows: usize,
+    /// int32 on the device: which turn the pass is.
+    pub turn: DevPtr,
 }
 
 const ARGMAX_BLOCKS: usize = 64;
@@ -404,8 +417,12 @@ struct ArgmaxArgs {
     best: DevPtr,
     best_id: DevPtr,
     counters: DevPtr,
+    told: DevPtr,
+    turn: DevPtr,
     ld: i32,
     vocab: i32,
+    told_rows: i32,
+    pad: i32,
 }
 
 // SAFETY: mirrors `ArgmaxArgs` in kernels/producers_sm90.cu.
@@ -419,7 +436,7 @@ unsafe impl Args for ArgmaxArgs {}
 /// # Safety
 /// As [`residual`].
 pub unsafe fn argmax(queue: Queue<'_>, call: &Argmax) -> Result<()> {
-    if call.rows > MAX_ARGMAX_ROWS {
+    if call.rows > MAX_ARGMAX_ROWS || call.told.is_some_and(|t| t.rows < call.rows) {
         return Err(refuse("argmax", format!("{} rows", call.rows)));
     }
     let best = call.workspace.at(MAX_ARGMAX_ROWS * 4);
@@ -429,8 +446,12 @@ pub unsafe fn argmax(queue: Queue<'_>, call: &Argmax) -> Result<()> {
         best,
         best_id: best.at(call.rows * ARGMAX_BLOCKS * 4),
         counters: call.workspace,
+        told: call.told.map_or(DevPtr::NULL, |t| t.at),
+        turn: call.told.map_or(DevPtr::NULL, |t| t.turn),
         ld: call.stride as i32,
         vocab: call.vocab as i32,
+        told_rows: call.told.map_or(0, |t| t.rows) as i32,
+        pad: 0,
     };
     let shape = Shape::grid([ARGMAX_BLOCKS as u32, call.rows as u32, 1], 256).dependent();
     // SAFETY: the caller's; the shape is the kernel's own.

@@ -358,8 +358,15 @@ fn the_largest_logit_wins_and_what_is_not_finite_is_told() {
             expected.push(if r == 2 { -1 } else { best as i32 });
         }
         let (device, out) = (lab.f32(&logits), lab.poisoned(rows * 4));
-        let call =
-            Argmax { logits: device.ptr(), stride, vocab, rows, out: out.ptr(), workspace: workspace.ptr() };
+        let call = Argmax {
+            logits: device.ptr(),
+            stride,
+            vocab,
+            rows,
+            out: out.ptr(),
+            workspace: workspace.ptr(),
+            told: None,
+        };
         // SAFETY: the buffers are as large as the call says.
         lab.twice(&out, || unsafe { argmax(lab.queue(), &call).unwrap() });
         assert_eq!(lab.read_i32(&out, rows), expected, "{vocab} {rows}");
