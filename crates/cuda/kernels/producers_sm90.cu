@@ -6,6 +6,7 @@
 #include <cooperative_groups.h>
 
 #include "common/page.cuh"
+#include "common/residual.cuh"
 namespace cg = cooperative_groups;
 
 // ---- residual ----
@@ -15,17 +16,6 @@ namespace cg = cooperative_groups;
 //   v = (x + rms(y; post)) * scalar, stored as the residual
 //   outs[i] = rms(v; gain_i) in bf16 or float32, or v itself in bf16
 // Mirrored by ResidualArgs in src/kernels/producers.rs.
-struct Branch {
-  const float* p;        // [plane][rows][ld]
-  const float* gain;
-  uint64_t plane_stride;
-  int planes, ld;        // 0 planes: absent
-};
-struct NormOut {
-  void* p;
-  const float* gain;     // null: no norm
-  int ld, bf16_out;
-};
 struct ResidualArgs {
   float* x;
   Branch y, z;
@@ -35,9 +25,6 @@ struct ResidualArgs {
   float eps, scalar;
 };
 
-__device__ __forceinline__ float4 add4(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
-__device__ __forceinline__ float dot4(float4 a) { return a.x * a.x + a.y * a.y + a.z * a.z + a.w * a.w; }
-__device__ __forceinline__ float4 scale4(float4 a, float s, float4 g) { return make_float4(a.x * s * g.x, a.y * s * g.y, a.z * s * g.z, a.w * s * g.w); }
 // One cluster of 8 blocks a row: a single multiprocessor reads 150 KB of planes and gains at 64 bytes a clock, 1.3 us by itself (31B with two
 // branches took 5.7 us so). A thread has four values.
 constexpr int CLUSTER = 8;
@@ -109,6 +96,19 @@ extern "C" __global__ void __launch_bounds__(256) residual(const __grid_constant
 
 // ---- finish: q = rotate(norm(q)); k = rotate(norm(k)), v = norm(v) to their page ----
 // One warp a head; grid (heads + 2 kv heads over 4, rows). A lane holds neighbours i of the first half and their partners i + D/2, four at a time.
+// Meanwhile the weights of the products after attention are brought to the second-level cache, since neither this kernel nor attention of few keys
+// keeps the memory busy: every warp of the grid asks for its share, blocks beyond the heads do nothing else.
+// Mirrored by Ahead in src/kernels/producers.rs.
+struct Ahead {
+  const uint8_t* p[3];
+  uint32_t bytes[3], pad;
+};
+constexpr uint32_t AHEAD_PIECE = 8192;
+__device__ __forceinline__ void fetch_ahead(const Ahead& a, uint32_t warp, uint32_t warps) {
+#pragma unroll
+  for (int i = 0; i < 3; i++)
+    for (uint32_t at = warp * AHEAD_PIECE; at < a.bytes[i]; at += warps * AHEAD_PIECE) prefetch_l2(a.p[i] + at, min(AHEAD_PIECE, a.bytes[i] - at));
+}
 // Mirrored by FinishArgs in src/kernels/producers.rs.
 struct FinishArgs {
   float* qkv;            // [plane][rows][ld]; queries are stored back in place when store_q
@@ -123,6 +123,7 @@ struct FinishArgs {
   int planes, ld, ld_rope, ld_q, heads, kv_heads, values_are_keys, norm_values, store_q;
   float q_eps, k_eps, v_eps;
   float k_inverse, v_inverse;  // FP8: 1 / scale
+  Ahead ahead;
 };
 __device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d) {
   return (uint32_t)__nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, __NV_E4M3) | (uint32_t)__nv_cvt_float2_to_fp8x2(make_float2(c, d), __NV_SATFINITE, __NV_E4M3) << 16;
@@ -131,7 +132,12 @@ template <int D, bool FP8> __device__ __forceinline__ void finish_body(const Fin
   constexpr int J = D / 256, HALF = D / 2;
   pdl_launch();
   const int lane = threadIdx.x & 31, h = blockIdx.x * 4 + (threadIdx.x >> 5), r = blockIdx.y;
-  if (h >= a.heads + 2 * a.kv_heads) return;
+  const uint32_t all = gridDim.x * gridDim.y * 4, me = (r * gridDim.x + blockIdx.x) * 4 + (threadIdx.x >> 5);
+  if (h >= a.heads + 2 * a.kv_heads) {
+    pdl_wait();
+    if (lane == 0) fetch_ahead(a.ahead, me, all);
+    return;
+  }
   const bool query = h < a.heads, value = h >= a.heads + a.kv_heads;
   const int head = query ? h : value ? h - a.heads - a.kv_heads : h - a.heads;
   const int from = query ? head : a.heads + head + (value && !a.values_are_keys ? a.kv_heads : 0);
@@ -145,6 +151,7 @@ template <int D, bool FP8> __device__ __forceinline__ void finish_body(const Fin
     }
   pdl_wait();
   float ss = 0;
+  if (lane == 0) fetch_ahead(a.ahead, me, all);  // earlier it would be pushed out again by what is still being read
 #pragma unroll
   for (int j = 0; j < J; j++)
 #pragma unroll

@@ -7,7 +7,7 @@ use super::fuse::{Residual, Step, fuse};
 use super::{Recorder, Verb};
 use crate::driver::DevPtr;
 use crate::kernels::gemm_prefill;
-use crate::kernels::producers::{self, Argmax, Branch, NormOut};
+use crate::kernels::producers::{self, Ahead, Argmax, Branch, NormOut};
 use crate::kernels::skinny_gemm::{self, Gate, Linear, MAX_PLANES, MAX_ROWS, Output, Weights};
 use crate::ops::CudaOps;
 use crate::workspace::Piece;
@@ -28,7 +28,7 @@ pub(crate) fn run(ops: &mut CudaOps<'_>, program: &(dyn Fn(&mut dyn Ops) + Sync)
     }
 }
 
-/// Rows up to which a product runs sixteen at a time over all weights rather than once through the kernel for many: on
+/// Rows up to which a product runs sixteen or thirty-two at a time over all weights rather than once through the kernel for many: on
 /// an H200 31B FP8 takes 12.8 ms for 16 rows that way and 60 ms for 32 the other (2026-11-30).
 pub(super) const SKINNY_ROWS: usize = 64;
 
@@ -43,7 +43,8 @@ pub(crate) struct Planes {
 }
 
 impl Step {
-    fn uses(&self) -> (Vec<Act>, Vec<Act>) {
+    /// The buffers that it reads, and those that it writes.
+    pub(super) fn uses(&self) -> (Vec<Act>, Vec<Act>) {
         match self {
             Step::Verb(verb) => verb.uses(),
             Step::Residual(r) => {
@@ -56,6 +57,13 @@ impl Step {
             Step::GateTimes { out, gate, x, inputs, .. } => (vec![*x, *inputs], vec![*gate, *out]),
             Step::Router { routes, logits, x, .. } => (vec![*x], vec![*logits, *routes]),
             Step::Experts { out, x, routes, .. } => (vec![*x, *routes], vec![*out]),
+            Step::PerLayer(p) => {
+                let each: Vec<_> = p.parts().iter().map(Step::uses).collect();
+                (
+                    each.iter().flat_map(|u| u.0.clone()).collect(),
+                    each.into_iter().flat_map(|u| u.1).collect(),
+                )
+            }
         }
     }
 }
@@ -90,6 +98,15 @@ impl CudaOps<'_> {
                     self.experts(out, x, routes, &spec);
                 }
             }
+            Step::PerLayer(p) => match self.fuses_per_layer(p) {
+                true => self.verb(|s| s.per_layer(p)),
+                false => {
+                    let parts = p.parts();
+                    for (i, part) in parts.iter().enumerate() {
+                        self.step(part, &parts[i + 1..]);
+                    }
+                }
+            },
         }
     }
 
@@ -116,7 +133,10 @@ impl CudaOps<'_> {
             Verb::Add(x, y) => self.add(x, y),
             Verb::Scale(x, by) => self.scale(x, by),
             Verb::QkvFinish(qkv, ref spec) => match self.fast_heads(spec.head_dim) {
-                true => self.verb(|s| s.finish_heads(qkv, spec)),
+                true => {
+                    let ahead = self.ahead(later);
+                    self.verb(|s| s.finish_heads(qkv, spec, ahead));
+                }
                 false => self.qkv_finish(qkv, spec),
             },
             Verb::Attention(out, qkv, ref spec) => match self.fast_heads(spec.head_dim) {
@@ -161,6 +181,7 @@ impl CudaOps<'_> {
             {
                 MAX_PLANES
             }
+            Some(Step::PerLayer(p)) if p.first.y.is_some_and(|y| y.0 == out) => MAX_PLANES,
             Some(Step::Verb(Verb::QkvFinish(qkv, spec))) if *qkv == out && self.fast_heads(spec.head_dim) => {
                 MAX_PLANES
             }
@@ -192,7 +213,7 @@ impl CudaOps<'_> {
         Planes { act, ptr: a.ptr, count: 1, plane_stride: 0, stride: a.stride as usize }
     }
 
-    fn branch(&mut self, act: Act, gain: DevPtr) -> Branch {
+    pub(super) fn branch(&mut self, act: Act, gain: DevPtr) -> Branch {
         let p = self.sums(act);
         Branch {
             p: p.ptr,
@@ -238,6 +259,39 @@ impl CudaOps<'_> {
         unsafe { Ok(producers::residual(self.on.queue(), &call)?) }
     }
 
+    /// The first weights of the products in `later`, as much as pays.
+    fn ahead(&self, later: &[Step]) -> Ahead {
+        let mut ahead = Ahead::default();
+        let most =
+            std::env::var("LAPIDARY_AHEAD_MB").ok().and_then(|v| v.parse().ok()).unwrap_or(0usize) << 20;
+        if self.rows > MAX_ROWS {
+            return ahead;
+        }
+        for step in later {
+            let room = most - ahead.len();
+            let weights = |w: Mat| self.one_run(w).map(|w| (w.strips, w.shape.bytes()));
+            match *step {
+                _ if room == 0 => break,
+                Step::Verb(Verb::Linear(_, _, w)) => {
+                    let Some((at, bytes)) = weights(w) else { break };
+                    ahead.add(at, bytes.min(room) / 16 * 16);
+                }
+                Step::Verb(Verb::Gated { w, .. }) => {
+                    let Some((at, bytes)) = weights(w) else { break };
+                    let half = bytes / 2;
+                    ahead.add(at, half.min(room / 2) / 16 * 16);
+                    ahead.add(at.at(half), half.min(room / 2) / 16 * 16);
+                    break;
+                }
+                Step::GateTimes { .. } | Step::Router { .. } | Step::Experts { .. } | Step::PerLayer(_) => {
+                    break;
+                }
+                _ => {}
+            }
+        }
+        ahead
+    }
+
     /// The one run of a matrix that is packed in one form.
     pub(super) fn one_run(&self, w: Mat) -> Option<Weights> {
         match self.on.mats[w.0 as usize].packed.as_ref().map(|p| &p.runs[..]) {
@@ -262,7 +316,7 @@ impl CudaOps<'_> {
             return unsafe { Ok(gemm_prefill::linear(self.on.queue(), call)?) };
         }
         let out_bytes = if matches!(call.output, Output::F32 { .. }) { 4 } else { 2 };
-        for (first, rows) in self.tiles() {
+        for (first, rows) in self.tiles_of(skinny_gemm::most_rows(call.weights.shape.form)) {
             let output = match call.output {
                 Output::GateTimes { gate, times, stride } => {
                     Output::GateTimes { gate, times: times.at(first * stride * 4), stride }
@@ -284,8 +338,13 @@ impl CudaOps<'_> {
 
     /// Sixteen rows at a time, as the router takes them: first row and number.
     pub(super) fn tiles(&self) -> impl Iterator<Item = (usize, usize)> + use<> {
+        self.tiles_of(MAX_ROWS)
+    }
+
+    /// So many rows at a time.
+    fn tiles_of(&self, most: usize) -> impl Iterator<Item = (usize, usize)> + use<> {
         let rows = self.rows;
-        (0..rows).step_by(MAX_ROWS).map(move |r| (r, MAX_ROWS.min(rows - r)))
+        (0..rows).step_by(most).map(move |r| (r, most.min(rows - r)))
     }
 
     /// A product of all rows.

@@ -17,6 +17,34 @@ pub(crate) enum Step {
     Router { routes: Act, logits: Act, x: Act, w: Mat, spec: RouteSpec },
     /// Experts whose choice a [`Step::Router`] made.
     Experts { out: Act, x: Act, routes: Act, spec: ExpertSpec },
+    /// The per-layer branch with the residual steps before and behind it.
+    PerLayer(Box<PerLayer>),
+}
+
+/// `x += rms(y)`, a gate from a copy of it, the gate's projection, and the step that closes the layer.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct PerLayer {
+    /// Its one copy is the gate's input, which nothing else reads.
+    pub first: Residual,
+    /// The gate's product, a [`Step::GateTimes`].
+    pub gate: Step,
+    /// The projection: output, input, matrix.
+    pub product: (Act, Act, Mat),
+    /// Makes one copy at most.
+    pub close: Residual,
+}
+
+impl PerLayer {
+    /// The steps that it stands for.
+    pub fn parts(&self) -> [Step; 4] {
+        let (y, hidden, w) = self.product;
+        [
+            Step::Residual(self.first.clone()),
+            self.gate.clone(),
+            Step::Verb(Verb::Linear(y, hidden, w)),
+            Step::Residual(self.close.clone()),
+        ]
+    }
 }
 
 /// `x = (x + rms(y; post)) * scalar` and what is made of it; `y` may be the sum of two normed branches.
@@ -80,7 +108,62 @@ pub(crate) fn fuse(verbs: Vec<Verb>, fits: &dyn Fn(Act) -> bool) -> Vec<Step> {
         };
         steps.push(step);
     }
-    steps
+    join_per_layer(steps)
+}
+
+/// Joins the per-layer branch, where neither a tap nor another reader of what lies between keeps it apart. Marks move before it.
+fn join_per_layer(steps: Vec<Step>) -> Vec<Step> {
+    let mut joined = Vec::with_capacity(steps.len());
+    let mut at = 0;
+    while at < steps.len() {
+        match per_layer_at(&steps[at..]) {
+            Some((step, marks, length)) => {
+                joined.extend(marks);
+                joined.push(step);
+                at += length;
+            }
+            None => {
+                joined.push(steps[at].clone());
+                at += 1;
+            }
+        }
+    }
+    joined
+}
+
+/// The branch that begins with the first step, the marks in it, and how many steps both are.
+fn per_layer_at(steps: &[Step]) -> Option<(Step, Vec<Step>, usize)> {
+    let is_mark = |s: &Step| matches!(s, Step::Verb(Verb::Mark(_)));
+    let mut own = steps.iter().enumerate().filter(|(_, s)| !is_mark(s));
+    let (_, Step::Residual(first)) = own.next()? else { return None };
+    let (_, gate @ Step::GateTimes { out, x, gate: raw, .. }) = own.next()? else { return None };
+    let (_, &Step::Verb(Verb::Linear(y, hidden, w))) = own.next()? else { return None };
+    let (last, Step::Residual(close)) = own.next()? else { return None };
+    let alone = |r: &Residual| r.y.is_some() && r.branches.is_none();
+    let fits = !is_mark(&steps[0])
+        && alone(first)
+        && alone(close)
+        && first.scalar == 1.0
+        && first.outs == [(*x, None)]
+        && *out == hidden
+        && first.x == close.x
+        && close.y.is_some_and(|c| c.0 == y)
+        && close.outs.len() <= 1
+        && [*x, *out, *raw, y].into_iter().all(|act| is_dead(act, &steps[last + 1..]));
+    if !fits {
+        return None;
+    }
+    let branch =
+        PerLayer { first: first.clone(), gate: gate.clone(), product: (y, hidden, w), close: close.clone() };
+    let marks = steps[..last].iter().filter(|s| is_mark(s)).cloned().collect();
+    Some((Step::PerLayer(Box::new(branch)), marks, last + 1))
+}
+
+/// Whether the next step that touches `act` only writes it.
+fn is_dead(act: Act, later: &[Step]) -> bool {
+    let uses =
+        later.iter().map(Step::uses).find(|(reads, writes)| reads.contains(&act) || writes.contains(&act));
+    uses.is_none_or(|(reads, _)| !reads.contains(&act))
 }
 
 /// A sum of two normed branches that joins a residual at `at`.
@@ -265,6 +348,47 @@ mod tests {
         assert_eq!(first.outs, [(IN, Some(norm(1))), (IN2, Some(norm(3)))]);
         assert_eq!(last.branches, Some((norm(2), Z, norm(4))));
         assert_eq!(last.plain.len(), 3);
+    }
+
+    fn per_layer_verbs() -> Vec<Verb> {
+        const GATE: Act = Act(5);
+        const HIDDEN: Act = Act(6);
+        const INPUTS: Act = Act(7);
+        vec![
+            Verb::NormAdd(X, Y, norm(0)),
+            Verb::Mark(Phase::PerLayer),
+            Verb::Cast(IN2, X),
+            Verb::Linear(GATE, IN2, Mat(0)),
+            Verb::PerLayerGate(HIDDEN, GATE, INPUTS, 3, Activation::GeluTanh),
+            Verb::Linear(Y, HIDDEN, Mat(1)),
+            Verb::NormAdd(X, Y, norm(1)),
+            Verb::Scale(X, 0.5),
+            Verb::RmsNorm(IN, X, norm(2)),
+            Verb::Linear(Y, IN, Mat(2)),
+        ]
+    }
+
+    #[test]
+    fn the_per_layer_branch_is_one_step_from_residual_to_residual() {
+        let steps = fused(per_layer_verbs());
+        let [Step::Verb(Verb::Mark(_)), Step::PerLayer(p), Step::Verb(Verb::Linear(..))] = &steps[..] else {
+            panic!("{steps:?}")
+        };
+        assert_eq!((p.product, p.close.scalar), ((Y, Act(6), Mat(1)), 0.5));
+        assert_eq!(p.close.outs, [(IN, Some(norm(2)))]);
+        assert_eq!(p.parts().len(), 4);
+    }
+
+    #[test]
+    fn a_reader_inside_or_behind_the_per_layer_branch_keeps_it_apart() {
+        let mut tapped = per_layer_verbs();
+        tapped.insert(6, Verb::Tap(TapPoint::Mlp(3), Y));
+        let mut read_later = per_layer_verbs();
+        read_later.insert(9, Verb::Cast(Z, IN2));
+        for verbs in [tapped, read_later] {
+            let steps = fused(verbs);
+            assert!(!steps.iter().any(|s| matches!(s, Step::PerLayer(_))), "{steps:?}");
+        }
     }
 
     #[test]

@@ -5,7 +5,7 @@ use lapidary_ops::{Act, AttnSpec, Error, QkvSpec, Result, ValueSource};
 use crate::driver::DevPtr;
 use crate::kernels::attn_decode::{self, AttnDecode, KvColumns, PageShape};
 use crate::kernels::attn_prefill;
-use crate::kernels::producers::{self, Finish};
+use crate::kernels::producers::{self, Ahead, Finish};
 use crate::kernels::skinny_gemm::MAX_ROWS;
 use crate::ops::CudaOps;
 use crate::workspace::Piece;
@@ -26,7 +26,7 @@ impl CudaOps<'_> {
         Ok(self.on.workspace.get(Piece::Queries, &self.on.stream, bytes)?)
     }
 
-    pub(super) fn finish_heads(&mut self, qkv: Act, spec: &QkvSpec) -> Result<()> {
+    pub(super) fn finish_heads(&mut self, qkv: Act, spec: &QkvSpec, ahead: Ahead) -> Result<()> {
         let (v, rope, d) = (self.act(qkv), self.act(spec.rope), spec.head_dim);
         let values_are_keys = spec.kv.is_some_and(|kv| kv.values == ValueSource::Keys);
         let parts = match spec.kv {
@@ -66,6 +66,7 @@ impl CudaOps<'_> {
             kv_scales: [1.0; 2],
             q,
             q_stride: spec.heads * d,
+            ahead,
         };
         self.query_width = spec.heads * d;
         // SAFETY: widths agree, and the uploaded cells are in the pools.

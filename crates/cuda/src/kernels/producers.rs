@@ -14,6 +14,8 @@ const RESIDUAL_CLUSTER: usize = 8;
 const RESIDUAL_THREADS: usize = 256;
 /// Widest residual.
 pub const MAX_WIDTH: usize = RESIDUAL_CLUSTER * RESIDUAL_THREADS * 4;
+/// Blocks that ask for weights ahead of their use.
+const AHEAD_BLOCKS: usize = 96;
 /// Most experts of a router, and most rows of one call.
 pub const MAX_EXPERTS: usize = 128;
 /// Most rows of a [`Router`] call.
@@ -146,6 +148,34 @@ pub unsafe fn residual(queue: Queue<'_>, call: &Residual) -> Result<()> {
     unsafe { queue.launch(Kernel::new(FAMILY, "residual"), shape, &args) }
 }
 
+/// Weights that the next products read, to be brought to the second-level cache while memory is idle.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+pub struct Ahead {
+    p: [u64; 3],
+    bytes: [u32; 3],
+    pad: u32,
+}
+
+impl Ahead {
+    /// Adds a run of bytes (a multiple of 16) where there is room for one.
+    pub fn add(&mut self, at: DevPtr, bytes: usize) {
+        if let Some(free) = self.bytes.iter().position(|&b| b == 0) {
+            (self.p[free], self.bytes[free]) = (at.0, bytes as u32);
+        }
+    }
+
+    /// Bytes in all.
+    pub fn len(&self) -> usize {
+        self.bytes.iter().map(|&b| b as usize).sum()
+    }
+
+    /// Whether nothing is asked for.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
 /// Head norms, rotation and the writing of keys and values.
 #[derive(Clone, Copy, Debug)]
 pub struct Finish {
@@ -191,6 +221,8 @@ pub struct Finish {
     pub q: DevPtr,
     /// Values from row to row of `q`.
     pub q_stride: usize,
+    /// What the products after attention will read.
+    pub ahead: Ahead,
 }
 
 #[derive(Clone, Copy)]
@@ -219,6 +251,7 @@ struct FinishArgs {
     v_eps: f32,
     k_inverse: f32,
     v_inverse: f32,
+    ahead: Ahead,
 }
 
 // SAFETY: mirrors `FinishArgs` in kernels/producers_sm90.cu.
@@ -270,9 +303,11 @@ pub unsafe fn finish(queue: Queue<'_>, call: &Finish) -> Result<()> {
         v_eps: call.v_eps.unwrap_or(0.0),
         k_inverse: 1.0 / call.kv_scales[0],
         v_inverse: 1.0 / call.kv_scales[1],
+        ahead: call.ahead,
     };
-    let heads = call.heads + 2 * kv_heads;
-    let shape = Shape::grid([heads.div_ceil(4) as u32, call.rows as u32, 1], 128).dependent();
+    let heads = (call.heads + 2 * kv_heads).div_ceil(4);
+    let blocks = if call.ahead.is_empty() { heads } else { heads.max(AHEAD_BLOCKS / call.rows) };
+    let shape = Shape::grid([blocks as u32, call.rows as u32, 1], 128).dependent();
     // SAFETY: the caller's; the shape is the kernel's own.
     unsafe { queue.launch(Kernel::new(FAMILY, entry), shape, &args) }
 }

@@ -10,6 +10,7 @@ mod gemm_prefill;
 mod lab;
 mod ops;
 mod pair;
+mod per_layer;
 mod probe;
 mod producers;
 mod skinny_gemm;

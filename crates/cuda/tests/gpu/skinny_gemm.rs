@@ -8,8 +8,9 @@
 
 use half::bf16;
 use lapidary_cuda::kernels::skinny_gemm::{
-    Chosen, ExpertsDown, ExpertsUp, Gate, Linear, MAX_PLANES, Output, experts_down, experts_up, linear,
+    Chosen, ExpertsDown, ExpertsUp, Gate, Linear, MAX_PLANES, Output, experts_down, experts_up, linear, most_rows,
 };
+use lapidary_cuda::pack::Form;
 use lapidary_formats::{Format, Scaling};
 
 use crate::lab::{Judge, Lab, Packed, decode, dot, matrix, random, random_bf16};
@@ -142,6 +143,12 @@ fn every_form_at_odd_sizes() {
         for rows in [9, 13, 16] {
             plain(lab, format, scaling, 336, 5 * 256, rows);
         }
+        if most_rows(Form::of(&matrix(format, scaling, 16, 256, 1).view("w"))) > 16 {
+            for rows in [17, 29, 32] {
+                plain(lab, format, scaling, 336, 5 * 256, rows);
+            }
+            plain(lab, format, scaling, 157, 3 * 256, 21);
+        }
         if format.block_len() <= 32 {
             // Not whole chunks of 64.
             plain(lab, format, scaling, 45, 32 * 9, 4);
@@ -174,8 +181,12 @@ fn gate_and_up_are_multiplied_where_they_meet() {
     let Some(lab) = Lab::new() else { return };
     for (format, scaling) in KINDS {
         for (width, k, rows, gate) in
-            [(48, 768, 1, Gate::GeluTanh), (208, 512, 6, Gate::Silu), (112, 1280, 11, Gate::GeluTanh)]
+            [(48, 768, 1, Gate::GeluTanh), (208, 512, 6, Gate::Silu), (112, 1280, 11, Gate::GeluTanh), (80, 768, 27, Gate::GeluTanh)]
         {
+            let form = Form::of(&matrix(format, scaling, 16, 256, 1).view("w"));
+            if rows > most_rows(form) {
+                continue;
+            }
             let what = format!("{format} {scaling:?} 2 x {width} x {k}, {rows} rows");
             let encoded = matrix(format, scaling, 2 * width, k, 11);
             let view = encoded.view("w");
