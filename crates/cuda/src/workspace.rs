@@ -35,9 +35,11 @@ pub(crate) enum Piece {
     Routes,
     /// By expert: which rows chose it.
     Lists,
+    /// Counters that kernels leave at zero.
+    Counters,
 }
 
-const PIECES: usize = 12;
+const PIECES: usize = 13;
 
 /// All pieces.
 #[derive(Debug)]
