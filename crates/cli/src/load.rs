@@ -1,9 +1,10 @@
 //! Loading a model, with progress and with a look at the memory first.
 
 use anyhow::bail;
+use lapidary::budget::{self, Fit};
 use lapidary::plan::{MemoryPlan, PlanOptions};
 use lapidary::service::{Service, ServiceOptions};
-use lapidary::{Checkpoint, Config, Gemma, LoadOptions, Progress, Stepper};
+use lapidary::{Checkpoint, Config, Device, Gemma, LoadOptions, Progress, Stepper};
 use lapidary_model::Limits;
 
 use crate::model_args::{ComputeArg, DeviceArgs, LoadArgs, ModelArgs};
@@ -11,18 +12,47 @@ use crate::progress::{Bar, Unit};
 use crate::{report, source};
 
 /// The memory plan for one sequence with these options.
-pub fn plan(checkpoint: &Checkpoint, config: &Config, options: &LoadOptions) -> MemoryPlan {
-    plan_for(checkpoint, config, options, 1)
+pub fn plan(
+    checkpoint: &Checkpoint,
+    config: &Config,
+    options: &LoadOptions,
+    device: &DeviceArgs,
+) -> MemoryPlan {
+    plan_for(checkpoint, config, options, device, 1)
 }
 
-fn plan_for(checkpoint: &Checkpoint, config: &Config, options: &LoadOptions, sequences: usize) -> MemoryPlan {
+/// Bytes that a model may take, as far as anybody can tell.
+pub fn memory(device: &DeviceArgs) -> Option<u64> {
+    let free = device.device.available();
+    match device.device {
+        Device::Cpu => device.max_memory.or(free),
+        _ => [free, device.max_vram].into_iter().flatten().min(),
+    }
+}
+
+fn plan_for(
+    checkpoint: &Checkpoint,
+    config: &Config,
+    options: &LoadOptions,
+    device: &DeviceArgs,
+    sequences: usize,
+) -> MemoryPlan {
     let context = options.context_for(config);
     let limits = Limits { rows: options.chunk.clamp(1, context.max(1)), head_rows: options.head_rows.max(1) };
     let kv = [options.kv_format(); 2];
     MemoryPlan::new(
         checkpoint,
         config,
-        &PlanOptions { context, sequences, limits, kv, compute: options.compute, device: options.device },
+        &PlanOptions {
+            context,
+            sequences,
+            limits,
+            kv,
+            compute: options.compute,
+            device: options.device,
+            requantise: options.requantise,
+            memory: if device.ignore_memory { None } else { memory(device) },
+        },
     )
 }
 
@@ -32,15 +62,14 @@ pub fn stepper(
     options: &LoadOptions,
     device: &DeviceArgs,
 ) -> anyhow::Result<Stepper> {
-    prepare(checkpoint, options, device, 1)?;
-    Ok(lapidary::load_stepper(checkpoint, options, &mut progress())?)
+    let options = prepare(checkpoint, options.clone(), device, 1)?;
+    Ok(lapidary::load_stepper(checkpoint, &options, &mut progress())?)
 }
 
 /// Loads a model with its text, and tells what there is to know about it.
 pub fn gemma(model: &ModelArgs, load: &LoadArgs, compute: ComputeArg) -> anyhow::Result<Gemma> {
     let checkpoint = source::open(model)?;
-    let options = load.options(compute);
-    prepare(&checkpoint, &options, &load.device, 1)?;
+    let options = prepare(&checkpoint, load.options(compute), &load.device, 1)?;
     let gemma = Gemma::from_checkpoint(&checkpoint, &options, &mut progress())?;
     gemma.notes().iter().for_each(|note| eprintln!("note: {note}"));
     Ok(gemma)
@@ -54,8 +83,7 @@ pub fn service(
     options: ServiceOptions,
 ) -> anyhow::Result<Service> {
     let checkpoint = source::open(model)?;
-    let load_options = load.options(compute);
-    prepare(&checkpoint, &load_options, &load.device, options.sequences)?;
+    let load_options = prepare(&checkpoint, load.options(compute), &load.device, options.sequences)?;
     let service = Service::start(&checkpoint, &load_options, options, &mut progress())?;
     service.model_info().notes.iter().for_each(|note| eprintln!("note: {note}"));
     Ok(service)
@@ -72,14 +100,15 @@ fn progress() -> impl FnMut(Progress) {
     move |p| bar.at(p.done as u64, p.total as u64)
 }
 
-/// Refuses a plan that exceeds the free memory: the system would otherwise end the process, without a word, somewhere
-/// on the way.
+/// Holds the plan against the memory there is: leaves experts that do not fit in the file and cuts the context where that
+/// is allowed, and says so; refuses what still does not fit, since the system would otherwise end the process, without a
+/// word, somewhere on the way.
 fn prepare(
     checkpoint: &Checkpoint,
-    options: &LoadOptions,
+    options: LoadOptions,
     device: &DeviceArgs,
     sequences: usize,
-) -> anyhow::Result<()> {
+) -> anyhow::Result<LoadOptions> {
     let config = Config::from_checkpoint(checkpoint)?;
     let context = options.context_for(&config);
     if context > config.max_positions {
@@ -88,21 +117,60 @@ fn prepare(
             "note: a context of {context} is longer than the {most} tokens that the model was made for"
         );
     }
+    if device.max_vram.is_some() && options.device == Device::Cpu {
+        bail!("--max-vram is about the memory of a GPU: add --device cuda");
+    }
+    if device.max_memory.is_some() && options.device != Device::Cpu {
+        bail!("--max-memory is about the processor's memory: --max-vram is a GPU's");
+    }
     if device.ignore_memory {
-        return Ok(());
+        return Ok(options);
     }
-    let plan = plan_for(checkpoint, &config, options, sequences);
-    match options.device.available() {
-        Some(available) if plan.total() > available => bail!(
-            "the model needs {} of memory (weights {}, keys and values {}, activations {}), {} are available on {}; lower \
-             --ctx, take a smaller quantisation, or pass --ignore-memory to try",
-            report::bytes(plan.total()),
-            report::bytes(plan.weight_bytes()),
-            report::bytes(plan.kv_bytes()),
-            report::bytes(plan.activation_bytes()),
-            report::bytes(available),
-            options.device
-        ),
-        _ => Ok(()),
+    let Some(budget) = memory(device) else { return Ok(options) };
+    let with = |context| LoadOptions { context: Some(context), ..options.clone() };
+    let plan_of = |context| plan_for(checkpoint, &config, &with(context), device, sequences);
+    let total = |context| plan_of(context).total();
+    let least = device.min_ctx.map_or(context, |n| (n as usize).min(context));
+    let context = match budget::fit(context, least, budget, &total) {
+        Fit::AsWanted => context,
+        Fit::Shorter(n) => {
+            let wanted = arithmetic(&plan_of(context), budget);
+            eprintln!("note: a context of {n} in place of {context}: {wanted}");
+            n
+        }
+        Fit::TooLarge { longest } => {
+            let remedy = match longest {
+                Some(n) if device.min_ctx.is_some() => {
+                    format!("the longest context that fits is {n}, below --min-ctx")
+                }
+                Some(n) => format!(
+                    "the longest context that fits is {n}: pass --ctx {n}, or --min-ctx to take what fits"
+                ),
+                None => "no context fits: take a smaller quantisation".to_owned(),
+            };
+            bail!(
+                "the model does not fit on {}: {}; {remedy}, or pass --ignore-memory to try",
+                options.device,
+                arithmetic(&plan_of(context), budget)
+            )
+        }
+    };
+    let plan = plan_of(context);
+    if let Some(paged) = lapidary::check::paged(&plan) {
+        eprintln!("note: {paged}");
     }
+    Ok(LoadOptions { packed_experts: plan.packed_experts(), ..with(context) })
+}
+
+/// What a plan adds up to, and what there is.
+fn arithmetic(plan: &MemoryPlan, budget: u64) -> String {
+    format!(
+        "weights {} + keys and values {} + activations {} + kernels' own {} = {} of memory, {} are available",
+        report::bytes(plan.weight_bytes()),
+        report::bytes(plan.kv_bytes()),
+        report::bytes(plan.activation_bytes()),
+        report::bytes(plan.device_bytes),
+        report::bytes(plan.total()),
+        report::bytes(budget)
+    )
 }

@@ -17,6 +17,8 @@ mod progress;
 mod report;
 mod sampling_args;
 mod source;
+#[cfg(feature = "otel")]
+mod spans;
 mod speak;
 mod steer_args;
 

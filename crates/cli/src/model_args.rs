@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 
 use clap::{Args, ValueEnum};
-use lapidary::{Compute, Device, EmbedScale, KvFormat, Level, LoadOptions};
+use lapidary::{Compute, Device, EmbedScale, KvFormat, Level, LoadOptions, Requantise};
 
 /// Longest context that can be asked for; every byte count of it fits 64 bits.
 const MAX_CONTEXT: i64 = 1 << 24;
@@ -57,9 +57,41 @@ pub struct DeviceArgs {
     /// Replaces the model's final logit softcap
     #[arg(long, value_name = "CAP", value_parser = softcap)]
     pub final_softcap: Option<f32>,
+    /// Quantise the layers' matrices of a plain (bf16, f16, f32) model while it is loaded, as `convert` would
+    #[arg(long, value_enum, value_name = "FORMAT")]
+    pub weights: Option<WeightsArg>,
+    /// Quantise embedding and output head of a plain model while it is loaded
+    #[arg(long, value_enum, value_name = "FORMAT")]
+    pub head: Option<HeadArg>,
+    /// Most memory of a GPU to plan with, such as 20GiB; what is free when not given
+    #[arg(long, value_name = "SIZE", value_parser = size)]
+    pub max_vram: Option<u64>,
+    /// Take the longest context that fits where the wanted one does not, but none shorter than this
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=MAX_CONTEXT))]
+    pub min_ctx: Option<u32>,
     /// Load even if the memory plan exceeds the free memory
     #[arg(long)]
     pub ignore_memory: bool,
+    /// Most memory of the processor to plan with, such as 20GiB; what is free when not given. Experts that are too many for
+    /// it stay in the file and are read from it as they are chosen
+    #[arg(long, value_name = "SIZE", value_parser = size, conflicts_with = "ignore_memory")]
+    pub max_memory: Option<u64>,
+}
+
+/// Bytes, or a number with one of the units that reports use.
+fn size(text: &str) -> Result<u64, String> {
+    let split = text.find(|c: char| c.is_ascii_alphabetic()).unwrap_or(text.len());
+    let unit: u64 = match text[split..].to_ascii_lowercase().as_str() {
+        "" | "b" => 1,
+        "k" | "kib" => 1 << 10,
+        "m" | "mib" => 1 << 20,
+        "g" | "gib" => 1 << 30,
+        _ => return Err("expected bytes, or a number with KiB, MiB or GiB".into()),
+    };
+    match text[..split].trim().parse::<f64>() {
+        Ok(n) if n > 0.0 && n * unit as f64 <= 1e18 => Ok((n * unit as f64) as u64),
+        _ => Err("expected a number above 0, such as 20GiB".into()),
+    }
 }
 
 fn softcap(text: &str) -> Result<f32, String> {
@@ -124,6 +156,8 @@ pub enum KvArg {
     /// Blocks of 32 signed bytes with a scale
     #[value(name = "q8_0")]
     Q8_0,
+    /// FP8 E4M3 under scales of each layer's own; on a GPU
+    Fp8,
 }
 
 impl KvArg {
@@ -134,8 +168,28 @@ impl KvArg {
             KvArg::Bf16 => KvFormat::Bf16,
             KvArg::F16 => KvFormat::F16,
             KvArg::Q8_0 => KvFormat::Q8_0,
+            KvArg::Fp8 => KvFormat::Fp8,
         }
     }
+}
+
+/// Formats that weights can be quantised to at load.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum WeightsArg {
+    /// FP8 E4M3 with a scale a row
+    Fp8,
+    /// NVFP4
+    Nvfp4,
+    /// Q8_0, the embedding included
+    #[value(name = "q8_0")]
+    Q8_0,
+}
+
+/// Formats that embedding and head can be quantised to at load.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum HeadArg {
+    /// FP8 E4M3 with a scale a row
+    Fp8,
 }
 
 /// Instruction sets.
@@ -143,8 +197,16 @@ impl KvArg {
 pub enum LevelArg {
     /// Plain code for any processor
     Scalar,
+    /// Any aarch64
+    Neon,
+    /// aarch64 with dot products of bytes
+    NeonDotprod,
+    /// aarch64 with products of matrices of bytes
+    NeonI8mm,
     /// AVX2 with FMA
     Avx2,
+    /// AVX2 with AVX-VNNI
+    AvxVnni,
     /// AVX-512
     Avx512,
 }
@@ -154,7 +216,11 @@ impl LevelArg {
     pub fn level(self) -> Level {
         match self {
             LevelArg::Scalar => Level::Scalar,
+            LevelArg::Neon => Level::Neon,
+            LevelArg::NeonDotprod => Level::NeonDot,
+            LevelArg::NeonI8mm => Level::NeonI8mm,
             LevelArg::Avx2 => Level::Avx2,
+            LevelArg::AvxVnni => Level::AvxVnni,
             LevelArg::Avx512 => Level::Avx512,
         }
     }
@@ -180,6 +246,19 @@ impl ScaleArg {
 }
 
 impl DeviceArgs {
+    fn requantise(&self) -> Requantise {
+        let weights = match self.weights {
+            None => Requantise::default(),
+            Some(WeightsArg::Fp8) => Requantise::fp8(),
+            Some(WeightsArg::Nvfp4) => Requantise::nvfp4(),
+            Some(WeightsArg::Q8_0) => Requantise::q8_0(),
+        };
+        match self.head {
+            None => weights,
+            Some(HeadArg::Fp8) => weights.with_fp8_head(),
+        }
+    }
+
     /// The choices as the library takes them.
     pub fn options(&self, compute: ComputeArg) -> LoadOptions {
         LoadOptions {
@@ -188,6 +267,7 @@ impl DeviceArgs {
             kv: self.kv.map(KvArg::format),
             level: self.level.map(LevelArg::level),
             final_softcap: self.final_softcap,
+            requantise: self.requantise(),
             ..LoadOptions::default()
         }
     }

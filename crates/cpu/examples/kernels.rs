@@ -16,9 +16,7 @@ fn main() -> Result<()> {
     let args: Vec<String> = std::env::args().collect();
     let threads = args.get(1).and_then(|t| t.parse().ok());
     let compute = if args.get(2).is_some_and(|m| m == "fast") { Compute::Fast } else { Compute::F32 };
-    let level = args.get(3).and_then(|name| {
-        [Level::Scalar, Level::Avx2, Level::Avx512].into_iter().find(|level| level.name() == name)
-    });
+    let level = args.get(3).and_then(|name| Level::named(name));
     let formats = [
         Format::F32,
         Format::Bf16,
@@ -29,6 +27,9 @@ fn main() -> Result<()> {
         Format::Q8_0,
         Format::Iq4Nl,
         Format::Mxfp4,
+        Format::Nvfp4,
+        Format::GgufNvfp4,
+        Format::Int4G32,
         Format::Q4K,
         Format::Q5K,
         Format::Q6K,
@@ -37,11 +38,11 @@ fn main() -> Result<()> {
     println!("{:>8} {:>6} {:>10} {:>10}", "format", "rows", "GFLOP/s", "GB/s");
     for format in formats {
         for rows in [1, 4, 16, 64, 256] {
-            product(CpuOptions { threads, compute, level }, format, rows)?;
+            product(CpuOptions { threads, compute, level, packed_experts: None }, format, rows)?;
         }
     }
     for (depth, rows) in [(512, 1), (4096, 1), (512, 256)] {
-        attention(CpuOptions { threads, compute, level }, depth, rows)?;
+        attention(CpuOptions { threads, compute, level, packed_experts: None }, depth, rows)?;
     }
     Ok(())
 }

@@ -40,12 +40,17 @@ pub struct CpuOptions {
     pub compute: Compute,
     /// Instruction set, for tests; `None` for the best that the processor has.
     pub level: Option<Level>,
+    /// Matrices of experts that are packed, in the order in which they come; the ones after them stay in the file
+    /// and their chosen experts are paged in. `None` for all.
+    pub packed_experts: Option<usize>,
 }
 
 /// The CPU as a device.
 pub struct CpuBackend {
     isa: Isa,
     compute: Compute,
+    /// Matrices of experts that are yet to be packed.
+    experts_to_pack: usize,
     maps: Vec<FileMap>,
     slabs: Slabs,
     team: Team,
@@ -83,6 +88,7 @@ impl CpuBackend {
         Ok(CpuBackend {
             isa,
             compute: options.compute,
+            experts_to_pack: options.packed_experts.unwrap_or(usize::MAX),
             maps: Vec::new(),
             slabs: Slabs::default(),
             team,
@@ -162,7 +168,14 @@ impl Backend for CpuBackend {
     }
 
     fn pack(&mut self, parts: &[TensorView<'_>], group_rows: usize) -> Result<Mat> {
-        let matrix = Matrix::new(self.packing(), parts)?;
+        let rows = parts.iter().fold(0usize, |sum, p| sum.saturating_add(p.rows));
+        let experts = group_rows < rows;
+        let matrix = if experts && self.experts_to_pack == 0 {
+            Matrix::paged(self.packing(), parts)?
+        } else {
+            Matrix::new(self.packing(), parts)?
+        };
+        self.experts_to_pack = self.experts_to_pack.saturating_sub(usize::from(experts));
         if group_rows == 0 || !matrix.rows.is_multiple_of(group_rows) {
             let reason = format!("{} rows are not a whole number of groups of {group_rows}", matrix.rows);
             return Err(Error::Tensor { tensor: parts[0].name.clone(), reason });

@@ -42,6 +42,10 @@ impl KvPools {
                 let what = "changing the layers or the format of a KV cache in use".into();
                 return Err(Error::Unsupported { device: "cpu".into(), what });
             }
+            if group.format == KvFormat::Fp8 {
+                let what = "keys and values in fp8: a GPU does; q8_0 is as small here".into();
+                return Err(Error::Unsupported { device: "cpu".into(), what });
+            }
             for (i, layer) in group.layers.iter().enumerate() {
                 if group.format == KvFormat::Q8_0 && !layer.head_dim.is_multiple_of(32) {
                     let what =
@@ -191,6 +195,7 @@ pub(crate) fn encode(format: KvFormat, values: &[f32], bytes: &mut [u8]) {
                 }
             }
         }
+        KvFormat::Fp8 => unreachable!("pools of it are refused"),
     }
 }
 
@@ -228,5 +233,6 @@ pub(crate) fn decode(format: KvFormat, bytes: &[u8], values: &mut [f32]) {
                 }
             }
         }
+        KvFormat::Fp8 => unreachable!("pools of it are refused"),
     }
 }

@@ -77,6 +77,15 @@ impl CpuOps<'_> {
             experts: std::mem::take(&mut self.scratch.experts),
         };
         plan.group(routes, self.rows, spec);
+        if self.worker == 0 {
+            // The system reads ahead while workers multiply with what it has already.
+            for &(expert, ..) in plan.experts.iter().take(WANTED) {
+                gate_up.want(expert * 2 * width, 2 * width);
+            }
+            for &(expert, ..) in plan.experts.iter().take(WANTED) {
+                down.want(expert * hidden, hidden);
+            }
+        }
         let choices = Choices::new(self.pass.workspace, width, hidden, self.rows * k, x.has_blocks());
         self.need_workspace(choices.floats());
         self.gate_and_up(x, gate_up, spec, &plan, choices);
@@ -282,6 +291,9 @@ impl Units {
         (expert, &plan.by_expert[from..from + count], first..end)
     }
 }
+
+/// Experts of a pass whose weights are asked for ahead, where they are paged: a prompt's many would push each other out.
+const WANTED: usize = 64;
 
 /// Units that each worker claims of one matrix of experts, about.
 const UNITS_PER_WORKER: usize = 12;

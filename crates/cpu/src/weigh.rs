@@ -13,7 +13,7 @@ use std::ops::Range;
 use lapidary_ops::PAGE_TOKENS;
 
 use crate::level::Isa;
-#[cfg(any(target_arch = "x86_64", test))]
+#[cfg(target_arch = "x86_64")]
 use crate::level::Level;
 use crate::linear::f32::Weight;
 
@@ -28,7 +28,7 @@ pub(crate) fn weigh<W: Weight>(isa: Isa, acc: &mut [f32], d: usize, p: &[f32], v
         Level::Avx512 => unsafe { avx512::heads(acc, d, p, v, keys) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: as above.
-        Level::Avx2 => unsafe { avx2::heads(acc, d, p, v, keys) },
+        Level::Avx2 | Level::AvxVnni => unsafe { avx2::heads(acc, d, p, v, keys) },
         _ => plain(acc, d, p, v, keys),
     }
 }
@@ -208,8 +208,8 @@ mod tests {
     #[test]
     fn heads_are_weighted_as_they_would_be_alone_at_every_level() {
         let value = |i: usize| ((i * 7919 + 13) % 1009) as f32 / 504.0 - 1.0;
-        for level in [Level::Scalar, Level::Avx2, Level::Avx512] {
-            let Some(isa) = Isa::new(Some(level)) else { continue };
+        for isa in Isa::here() {
+            let level = isa.level();
             for (heads, d) in [(1, 37), (2, 96), (3, 64), (7, 85), (8, 256)] {
                 let p: Vec<f32> = (0..heads * PAGE_TOKENS).map(value).collect();
                 let v: Vec<f32> = (0..PAGE_TOKENS * d).map(|i| value(i + 5)).collect();

@@ -25,17 +25,16 @@ fn decoded(view: &TensorView<'_>) -> Vec<f32> {
 
 /// Formats whose products take float32 activations in every mode.
 fn takes_floats(format: Format) -> bool {
-    matches!(
-        format,
-        Format::F32 | Format::F16 | Format::Bf16 | Format::Fp8E4M3 | Format::Nvfp4 | Format::GgufNvfp4
-    )
+    matches!(format, Format::F32 | Format::F16 | Format::Bf16 | Format::Fp8E4M3)
 }
 
 #[test]
 fn the_error_of_a_product_is_the_rounding_of_its_inputs() {
     for level in levels() {
         for format in Format::ALL {
-            for (rows, k) in [(33, 96usize), (50, 640), (16, 704), (5, 2112), (19, 256), (3, 768)] {
+            // 208 inputs end in half a block, which only NVFP4 of the block formats has.
+            for (rows, k) in [(33, 96usize), (50, 640), (16, 704), (5, 2112), (19, 256), (3, 768), (21, 208)]
+            {
                 if !k.is_multiple_of(format.block_len()) {
                     continue;
                 }
@@ -70,7 +69,7 @@ fn the_error_of_a_product_is_the_rounding_of_its_inputs() {
                                 variance += step * step / 12.0 * w * w;
                             }
                         }
-                        if takes_floats(format) {
+                        if takes_floats(format) || !k.is_multiple_of(32) {
                             (most, variance) = (0.0, 0.0);
                         }
                         // Float sums: 64 stands for the parts of formats with offsets, larger than their terms.
@@ -94,9 +93,24 @@ fn the_error_of_a_product_is_the_rounding_of_its_inputs() {
 /// Stacked parts of different formats, as a checkpoint's q, k and v may be.
 fn mixed(k: usize) -> Vec<Encoded> {
     let formats: &[(Format, usize)] = if k.is_multiple_of(256) {
-        &[(Format::Q4K, 37), (Format::Q6K, 21), (Format::Bf16, 5), (Format::Q5K, 16), (Format::Q2K, 19)]
+        &[
+            (Format::Q4K, 37),
+            (Format::Q6K, 21),
+            (Format::Bf16, 5),
+            (Format::Q5K, 16),
+            (Format::Q2K, 19),
+            (Format::GgufNvfp4, 33),
+        ]
     } else {
-        &[(Format::Q5_0, 37), (Format::Q8_0, 21), (Format::F16, 5), (Format::Q4_1, 16), (Format::Mxfp4, 19)]
+        &[
+            (Format::Q5_0, 37),
+            (Format::Q8_0, 21),
+            (Format::F16, 5),
+            (Format::Q4_1, 16),
+            (Format::Mxfp4, 19),
+            (Format::Nvfp4, 33),
+            (Format::Int4G32, 9),
+        ]
     };
     let encoded = |(i, &(format, rows)): (usize, &(Format, usize))| weights(format, rows, k, i as u64 + 11);
     formats.iter().enumerate().map(encoded).collect()
@@ -191,6 +205,8 @@ fn grouping_rows_by_expert_changes_no_bit_and_little_value() {
     for (hidden, width, format, down_format) in [
         (96, 160, Format::Q4_0, Format::Q8_0),
         (256, 96, Format::Q4K, Format::Q5_1),
+        (96, 160, Format::Nvfp4, Format::Int4G32),
+        (192, 64, Format::GgufNvfp4, Format::GgufNvfp4),
         (96, 72, Format::Q8_0, Format::F32),
     ] {
         for level in levels() {
@@ -326,8 +342,7 @@ fn every_quantised_format_has_an_integer_kernel_and_the_report_says_so() {
         assert_eq!(report.mode, "fast");
         for kernel in report.kernels {
             let int8 = kernel.kernel.starts_with("int8");
-            let expected = !takes_floats(kernel.format) && kernel.format != Format::Int4G32;
-            assert_eq!(int8, expected, "{kernel:?}");
+            assert_eq!(int8, !takes_floats(kernel.format), "{kernel:?}");
             assert_eq!(kernel.fallback, level == Level::Scalar, "{kernel:?}");
         }
     }

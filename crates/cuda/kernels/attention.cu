@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_con
       const bool seen = j >= first && j < end;
       float dot = 0.0f;
       if (seen)
-        for (int i = lane; i < d; i += 32) dot = fmaf(query[i], kv_load(a.kv, keys + (size_t)j * a.kv.row_bytes, i, j), dot);
+        for (int i = lane; i < d; i += 32) dot = fmaf(query[i], kv_load(a.kv, keys + (size_t)j * a.kv.row_bytes, 0, i, j), dot);
       dot = warp_sum(dot);
       if (lane == 0) score[j] = seen ? soft_cap(dot * a.scale, a.softcap) : __int_as_float(0xff800000);
     }
@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_con
 #pragma unroll
       for (int n = 0; n < MOST; n++) {
         const int i = t + n * THREADS;
-        if (i < d) sum[n] = fmaf(pj, kv_load(a.kv, values + (size_t)j * a.kv.row_bytes, i, j), sum[n]);
+        if (i < d) sum[n] = fmaf(pj, kv_load(a.kv, values + (size_t)j * a.kv.row_bytes, 1, i, j), sum[n]);
       }
     }
   }

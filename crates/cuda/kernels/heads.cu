@@ -51,7 +51,7 @@ extern "C" __global__ void qkv_finish(const __grid_constant__ FinishArgs a) {
   }
   const int cell = a.cell[batch_row(a.map, r)];
   if (cell < 0) return;
-  kv_store(a.kv, kv_row(a.kv, cell / PAGE_TOKENS, value, head, cell % PAGE_TOKENS), i, cell % PAGE_TOKENS, v, on);
+  kv_store(a.kv, kv_row(a.kv, cell / PAGE_TOKENS, value, head, cell % PAGE_TOKENS), value, i, cell % PAGE_TOKENS, v, on);
 }
 
 struct CellArgs {
@@ -65,12 +65,12 @@ struct CellArgs {
 extern "C" __global__ void cell_store(const __grid_constant__ CellArgs a) {
   const int i = threadIdx.x, d = a.kv.head_dim;
   const float v = i < d ? a.values[((size_t)blockIdx.y * a.kv.kv_heads + blockIdx.x) * d + i] : 0.0f;
-  kv_store(a.kv, kv_row(a.kv, a.page, blockIdx.y, blockIdx.x, a.in_page), i, a.in_page, v, i < d);
+  kv_store(a.kv, kv_row(a.kv, a.page, blockIdx.y, blockIdx.x, a.in_page), blockIdx.y, i, a.in_page, v, i < d);
 }
 
 extern "C" __global__ void cell_load(const __grid_constant__ CellArgs a) {
   const int i = threadIdx.x, d = a.kv.head_dim;
   if (i < d)
     a.values[((size_t)blockIdx.y * a.kv.kv_heads + blockIdx.x) * d + i] =
-        kv_load(a.kv, kv_row(a.kv, a.page, blockIdx.y, blockIdx.x, a.in_page), i, a.in_page);
+        kv_load(a.kv, kv_row(a.kv, a.page, blockIdx.y, blockIdx.x, a.in_page), blockIdx.y, i, a.in_page);
 }

@@ -21,6 +21,35 @@ extern "C" __global__ void embed(const __grid_constant__ EmbedArgs a) {
   for (int i = 0; i < 16 && k + i < a.table.cols; i++) store(a.out, r, k + i, __fmul_rn(w[i], a.scale));
 }
 
+struct PackedArgs {
+  Rows out;
+  const uint8_t* strips;
+  const float* row_scales;  // FP8: one a row, or null
+  const int* tokens;
+  int chunks;               // of a strip
+  int fp8;                  // else bf16
+  float scale;
+  int pad;
+};
+
+// As `embed`, from the strips of 16 rows that products read (common/forms.cuh): a value's place in its chunk of 64 inputs.
+// Grid: rows. Reads every 16th part of a strip, 2 or 4 bytes at a time; a row is a few kilobytes.
+extern "C" __global__ void embed_packed(const __grid_constant__ PackedArgs a) {
+  const int r = blockIdx.x, token = a.tokens[r], row = token & 15;
+  const uint8_t* strip = a.strips + (size_t)(token >> 4) * a.chunks * (a.fp8 ? 1024 : 2048);
+  const float row_scale = a.row_scales ? a.row_scales[token] : 1.0f;
+  for (int i = threadIdx.x; i < a.out.width; i += blockDim.x) {
+    const int k = i & 63, j = 2 * (k >> 5) + (k >> 2 & 1), lane = 4 * (row & 7) + (k >> 3 & 3);
+    float v;
+    if (a.fp8) {
+      v = __fmul_rn(e4m3(strip[(i >> 6) * 1024 + (row >> 3) * 512 + lane * 16 + j * 4 + (0x2031 >> 4 * (k & 3) & 3)]), row_scale);
+    } else {
+      v = bf16_at(strip + (i >> 6) * 2048 + j * 512 + lane * 16 + 8 * (k >> 1 & 1) + 4 * (row >> 3) + 2 * (k & 1));
+    }
+    store(a.out, r, i, __fmul_rn(v, a.scale));
+  }
+}
+
 struct SoftArgs {
   Rows out;
   const int* soft;

@@ -57,6 +57,8 @@ pub struct Columns {
     pub soft_values: DevPtr,
     /// Rows whose logits are wanted.
     pub heads: DevPtr,
+    /// Steering set, or -1; nothing where no row is steered.
+    pub steer: DevPtr,
 }
 
 /// The pool of one layer.
@@ -75,6 +77,8 @@ pub struct Pool {
     pub row_bytes: i32,
     /// 1 for the layout of the fast kernels ([`PageShape`](crate::kernels::attn_decode::PageShape)).
     pub fast: i32,
+    /// FP8: what a stored key, and a stored value, is multiplied with; powers of two.
+    pub scales: [f32; 2],
     /// Keeps the size a multiple of 8.
     pub pad: i32,
 }
@@ -136,5 +140,6 @@ pub fn kv_code(format: KvFormat) -> i32 {
         KvFormat::F16 => 1,
         KvFormat::Bf16 => 2,
         KvFormat::Q8_0 => 3,
+        KvFormat::Fp8 => 4,
     }
 }

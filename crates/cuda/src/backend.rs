@@ -6,14 +6,17 @@ use std::time::Duration;
 use lapidary_formats::{Format, TensorView};
 use lapidary_ops::{
     Act, ActKind, ActRows, ActSpec, Backend, Batch, BatchShape, DeviceReport, Error, Gain, Group,
-    KernelReport, KvPlan, KvRef, Mat, MemoryUse, Ops, Outcome, PassTiming, Phase, Result,
+    KernelReport, KvPlan, KvRef, Mat, MemoryUse, Ops, Outcome, PassTiming, Phase, Result, SteerSet,
 };
 
 use crate::buffers::Buffer;
-use crate::driver::{Arena, Context, DevPtr, Event, Graph, Kernels, Pinned, Stream};
+use crate::driver::{
+    Arena, Context, DevPtr, Event, Graph, Kernels, Pinned, Staging, Stream, built_architectures,
+};
 use crate::fast::{self, Tiles};
 use crate::flight::{Flight, Pending};
 use crate::graphs::{Graphs, Left, Plan};
+use crate::hooks::Hooks;
 use crate::kernels::heads::{self, Cell};
 use crate::kernels::step::Follow;
 use crate::kv::KvPools;
@@ -66,10 +69,14 @@ pub struct CudaBackend {
     pub(crate) mats: Vec<Matrix>,
     /// By handle: place and length.
     pub(crate) gains: Vec<(DevPtr, usize)>,
+    /// The largest size of any value of each.
+    pub(crate) most_gain: Vec<f32>,
     pub(crate) acts: Vec<Buffer>,
     pub(crate) kv: KvPools,
     pub(crate) upload: Upload,
     pub(crate) workspace: Workspace,
+    pub(crate) hooks: Hooks,
+    staging: Staging,
     weights: Arena,
     activations: Arena,
     uploaded: bool,
@@ -90,22 +97,28 @@ impl CudaBackend {
     pub fn new(options: CudaOptions) -> Result<CudaBackend> {
         let context = Context::new(options.ordinal)
             .map_err(|e| Error::Unsupported { device: "cuda".into(), what: e.to_string() })?;
-        // The fast kernels are Hopper's; elsewhere the fast mode is bf16 inputs on the general ones.
-        let packs = options.compute == Compute::Fast && context.info.arch == 90;
+        // The fast kernels are Hopper's, and in the build only where it was compiled for that; elsewhere the fast mode is
+        // bf16 inputs on the general ones.
+        let hopper = context.info.arch == 90 && built_architectures().contains(&"90a");
+        let packs = options.compute == Compute::Fast && hopper;
+        let stream = Arc::new(Stream::new(&context)?);
         Ok(CudaBackend {
             options,
             packs,
             tiles: options.random_weights.map(Tiles::new),
             timings: false,
             graphs: Graphs::default(),
-            stream: Arc::new(Stream::new(&context)?),
+            staging: Staging::new(&context, &stream),
+            stream,
             kernels: Kernels::new(&context),
             mats: Vec::new(),
             gains: Vec::new(),
+            most_gain: Vec::new(),
             acts: Vec::new(),
             kv: KvPools::empty(packs),
             upload: Upload::default(),
             workspace: Workspace::new(&context),
+            hooks: Hooks::default(),
             weights: Arena::new(&context, "weights", ARENA_BLOCK),
             activations: Arena::new(&context, "activations", ARENA_BLOCK),
             uploaded: false,
@@ -141,7 +154,7 @@ impl CudaBackend {
             let reason = format!("{rows} rows are not a whole number of groups of {group_rows}");
             return Err(Error::Tensor { tensor: first.name.clone(), reason });
         }
-        let mut store = Store { arena: &mut self.weights, stream: &self.stream };
+        let mut store = Store { arena: &mut self.weights, staging: &mut self.staging };
         let fast = self.packs.then_some(&mut self.tiles);
         let matrix = Matrix::new(&mut store, parts, group_rows, tied, fast)?;
         self.keep(matrix)
@@ -156,7 +169,7 @@ impl CudaBackend {
 
     /// How often anything that recordings point to has moved.
     fn moved(&self) -> usize {
-        self.moves + self.upload.moves + self.workspace.moves + self.flight.moves
+        self.moves + self.upload.moves + self.workspace.moves + self.hooks.moves + self.flight.moves
     }
 
     /// Recorded passes that are kept.
@@ -212,18 +225,23 @@ impl CudaBackend {
         }
         // SAFETY: nothing that the recording points to has moved since, and the backend waits before it frees any.
         unsafe { recorded.graph.launch(&self.stream)? };
-        let Left { tokens, told, below, weight_bytes, .. } = recorded.left;
-        let left = Left { tokens, told, below, weight_bytes, ..Left::default() };
-        Ok(Pending { left, taps: Vec::new(), repeated: Some(shape.clone()) })
+        let Left { tokens, told, below, weight_bytes, ref taps, .. } = recorded.left;
+        let left = Left { tokens, told, below, weight_bytes, taps: taps.clone(), ..Left::default() };
+        Ok(Pending { left, repeated: Some(shape.clone()) })
     }
 
     /// What rows of `batch` take that follow the pass before.
     fn follow(&self, batch: &Batch) -> Result<Follow> {
         let (count, below) = self.flight.chosen();
         batch.check_follows(count)?;
-        match self.flight.has_room() && Backend::follows(self) {
+        // Copies and projections have one place each.
+        let hooked = !batch.taps.points.is_empty() || batch.steer.iter().any(|&set| set >= 0);
+        match self.flight.has_room() && Backend::follows(self) && !hooked {
             true => Ok(Follow { chosen: self.workspace.tokens(), below }),
-            false => Err(Error::Device("a pass behind two others, or while phases are timed".into())),
+            false => Err(Error::Device(
+                "a pass behind two others, or behind one while phases are timed, rows tapped or steered"
+                    .into(),
+            )),
         }
     }
 
@@ -306,7 +324,7 @@ impl Backend for CudaBackend {
 
     fn pack_rows(&mut self, part: &TensorView<'_>) -> Result<Mat> {
         self.context.bind()?;
-        let mut store = Store { arena: &mut self.weights, stream: &self.stream };
+        let mut store = Store { arena: &mut self.weights, staging: &mut self.staging };
         let matrix = Matrix::table(&mut store, part, &mut self.tiles)?;
         self.keep(matrix)
     }
@@ -320,9 +338,10 @@ impl Backend for CudaBackend {
         let handle = Gain(u32::try_from(self.gains.len()).map_err(|_| too_many("vectors"))?);
         let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
         let ptr = self.weights.take(bytes.len())?;
-        // SAFETY: as many bytes were taken; the memory is not pinned, so it is read when this returns.
-        unsafe { self.stream.upload(ptr, &bytes)? };
+        // SAFETY: as many bytes were just taken.
+        unsafe { self.staging.copy(ptr, &bytes)? };
         self.gains.push((ptr, values.len()));
+        self.most_gain.push(values.iter().fold(0.0, |most, v| v.abs().max(most)));
         Ok(handle)
     }
 
@@ -336,8 +355,15 @@ impl Backend for CudaBackend {
 
     fn kv(&mut self, plan: &KvPlan) -> Result<()> {
         self.settle()?;
+        // Weights come before the pools.
+        self.staging.release()?;
         self.moves += 1;
         self.kv.resize(&self.context, &self.stream, plan)
+    }
+
+    fn steer_set(&mut self, index: usize, set: Option<&SteerSet>) -> Result<()> {
+        self.settle()?;
+        self.hooks.set(&self.context, &self.stream, index, set)
     }
 
     fn timings(&mut self, on: bool) -> Result<()> {
@@ -375,6 +401,7 @@ impl Backend for CudaBackend {
         let queue = Queue { stream: &self.stream, kernels: &self.kernels };
         let turn = (self.flight.turn(), follow);
         self.upload.take(&self.context, queue, batch, &self.kv.plan, turn)?;
+        self.hooks.prepare(&self.context, batch)?;
         self.uploaded = true;
         Ok(())
     }
@@ -388,7 +415,11 @@ impl Backend for CudaBackend {
         if self.upload.batch.follows.is_empty() {
             self.flight.clear();
         }
-        let plan = if self.options.eager { Plan::Run } else { self.graphs.plan(shape, self.moved()) };
+        let plan = if self.options.eager {
+            Plan::Run
+        } else {
+            self.graphs.plan(shape, &self.upload.batch.taps, self.moved())
+        };
         let done = match plan {
             Plan::Run => self.run_once(shape, program),
             Plan::Record => self.record(shape, program).and_then(|()| self.repeat(shape)),
@@ -417,7 +448,9 @@ impl Backend for CudaBackend {
             false => None,
         };
         let weight_bytes = pending.left.weight_bytes;
-        Ok(Outcome { argmax, taps: pending.taps, timing, weight_bytes, ..Outcome::default() })
+        let taps = self.hooks.taken(&pending.left.taps);
+        let projections = self.hooks.projections(&self.upload.batch);
+        Ok(Outcome { argmax, taps, projections, weight_bytes, timing })
     }
 
     fn read(&mut self, act: Act, rows: usize, out: &mut Vec<f32>) -> Result<()> {
@@ -518,7 +551,10 @@ impl Backend for CudaBackend {
         MemoryUse {
             weights: self.weights.bytes(),
             mapped: 0,
-            activations: self.activations.bytes() + self.workspace.bytes() + self.upload.bytes(),
+            activations: self.activations.bytes()
+                + self.workspace.bytes()
+                + self.upload.bytes()
+                + self.hooks.bytes(),
             kv: self.kv.bytes(),
         }
     }

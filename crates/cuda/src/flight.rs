@@ -7,7 +7,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use lapidary_ops::{BatchShape, Error, Result, Tap};
+use lapidary_ops::{BatchShape, Error, Result};
 
 use crate::driver::{Context, DevPtr, Event, Pinned, Stream};
 use crate::graphs::Left;
@@ -18,8 +18,6 @@ use crate::kernels::producers::Told;
 pub(crate) struct Pending {
     /// What the pass leaves besides values; where it was recorded, its marks are the recording's.
     pub left: Left,
-    /// What was copied out.
-    pub taps: Vec<Tap>,
     /// The shape, where the pass is a repeated recording.
     pub repeated: Option<BatchShape>,
 }
@@ -83,7 +81,7 @@ impl Flight {
             self.told_rows = rows;
             self.moves += 1;
         }
-        let at = self.told.as_ref().expect("made above").ptr();
+        let at = self.told.as_ref().expect("made above").device();
         Ok(Told { at, rows: self.told_rows, turn })
     }
 

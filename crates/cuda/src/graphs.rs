@@ -5,9 +5,10 @@
 
 use std::collections::{HashMap, HashSet};
 
-use lapidary_ops::{BatchShape, Phase};
+use lapidary_ops::{BatchShape, Phase, TapSet};
 
 use crate::driver::{Event, Graph};
+use crate::hooks::TapPlace;
 
 /// Most recordings that are kept.
 const MOST: usize = 64;
@@ -39,6 +40,8 @@ pub(crate) struct Left {
     pub weight_bytes: u64,
     /// Where phases begin, and at last where the pass ends.
     pub marks: Vec<(Option<Phase>, Event)>,
+    /// What is copied out, in order.
+    pub taps: Vec<TapPlace>,
 }
 
 /// The recordings of a backend.
@@ -46,6 +49,8 @@ pub(crate) struct Left {
 pub(crate) struct Graphs {
     recorded: HashMap<BatchShape, Recorded>,
     ran: HashSet<BatchShape>,
+    /// What passes that copy something out have copied.
+    taps: TapSet,
     clock: u64,
     /// Sum of all counts of moves when the recordings were made.
     moves: usize,
@@ -63,14 +68,20 @@ pub(crate) enum Plan {
 }
 
 impl Graphs {
-    /// What to do with a pass of `shape`, when things have moved `moves` times in all.
-    pub fn plan(&mut self, shape: &BatchShape, moves: usize) -> Plan {
+    /// What to do with a pass of `shape` that copies `taps` out, when things have moved `moves` times in all.
+    pub fn plan(&mut self, shape: &BatchShape, taps: &TapSet, moves: usize) -> Plan {
         if moves != self.moves {
             self.recorded.clear();
             self.ran.clear();
             self.moves = moves;
         }
-        let fit = !shape.has_soft && !shape.has_taps && !shape.steered && shape.rows <= MOST_ROWS;
+        if shape.has_taps && *taps != self.taps {
+            // The shape says only that there are some.
+            self.recorded.retain(|shape, _| !shape.has_taps);
+            self.ran.retain(|shape| !shape.has_taps);
+            self.taps = taps.clone();
+        }
+        let fit = !shape.has_soft && shape.rows <= MOST_ROWS;
         if !fit || shape.rows != shape.head_rows {
             return Plan::Run;
         }
@@ -132,29 +143,41 @@ mod tests {
 
     #[test]
     fn the_second_pass_of_a_shape_is_recorded_unless_something_moved() {
-        let mut graphs = Graphs::default();
-        assert!(matches!(graphs.plan(&shape(2, 2), 5), Plan::Run));
+        let (mut graphs, none) = (Graphs::default(), TapSet::default());
+        assert!(matches!(graphs.plan(&shape(2, 2), &none, 5), Plan::Run));
         graphs.ran(&shape(2, 2), 6);
-        assert!(matches!(graphs.plan(&shape(2, 2), 6), Plan::Run), "the first run moved something");
+        assert!(matches!(graphs.plan(&shape(2, 2), &none, 6), Plan::Run), "the first run moved something");
         graphs.ran(&shape(2, 2), 6);
-        assert!(matches!(graphs.plan(&shape(2, 2), 6), Plan::Record));
-        assert!(matches!(graphs.plan(&shape(3, 3), 6), Plan::Run));
-        assert!(matches!(graphs.plan(&shape(2, 2), 7), Plan::Run), "moved since");
+        assert!(matches!(graphs.plan(&shape(2, 2), &none, 6), Plan::Record));
+        assert!(matches!(graphs.plan(&shape(3, 3), &none, 6), Plan::Run));
+        assert!(matches!(graphs.plan(&shape(2, 2), &none, 7), Plan::Run), "moved since");
     }
 
     #[test]
     fn prompts_and_whatever_else_differs_are_never_recorded() {
-        let mut graphs = Graphs::default();
-        let odd = [
-            shape(8, 1),
-            shape(65, 65),
-            BatchShape { has_soft: true, ..shape(1, 1) },
-            BatchShape { has_taps: true, ..shape(1, 1) },
-            BatchShape { steered: true, ..shape(1, 1) },
-        ];
+        let (mut graphs, none) = (Graphs::default(), TapSet::default());
+        let odd = [shape(8, 1), shape(65, 65), BatchShape { has_soft: true, ..shape(1, 1) }];
         for shape in odd {
             graphs.ran(&shape, 0);
-            assert!(matches!(graphs.plan(&shape, 0), Plan::Run), "{shape:?}");
+            assert!(matches!(graphs.plan(&shape, &none, 0), Plan::Run), "{shape:?}");
         }
+    }
+
+    #[test]
+    fn another_set_of_copies_is_another_pass() {
+        let mut graphs = Graphs::default();
+        let some = |layer| TapSet { points: vec![lapidary_ops::TapPoint::LayerOut(layer)] };
+        let tapped = BatchShape { has_taps: true, ..shape(1, 1) };
+        for of in [shape(1, 1), tapped.clone()] {
+            graphs.plan(&of, &some(3), 0);
+            graphs.ran(&of, 0);
+        }
+        assert!(matches!(graphs.plan(&tapped, &some(3), 0), Plan::Record));
+        assert!(matches!(graphs.plan(&tapped, &some(4), 0), Plan::Run));
+        assert!(
+            matches!(graphs.plan(&shape(1, 1), &TapSet::default(), 0), Plan::Record),
+            "it copies nothing"
+        );
+        assert!(matches!(graphs.plan(&tapped, &some(4), 0), Plan::Run), "not before it ran");
     }
 }

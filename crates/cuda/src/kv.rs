@@ -22,13 +22,16 @@ pub(crate) struct KvPools {
     fast: bool,
     memory: Option<Block>,
     starts: [Vec<usize>; GROUPS],
+    /// By pool, for FP8: what stored keys and stored values are multiplied with.
+    scales: [Vec<[f32; 2]>; GROUPS],
 }
 
 impl KvPools {
     /// No layers at all.
     pub fn empty(fast: bool) -> KvPools {
         let none = || KvGroupPlan { layers: Vec::new(), format: KvFormat::F32, pages: 0, window: None };
-        KvPools { plan: KvPlan { groups: [none(), none()] }, fast, memory: None, starts: Default::default() }
+        let plan = KvPlan { groups: [none(), none()] };
+        KvPools { plan, fast, memory: None, starts: Default::default(), scales: Default::default() }
     }
 
     /// Allocates or resizes to `plan`, zeros where nothing was; waits for what is queued. Nothing has changed
@@ -70,7 +73,11 @@ impl KvPools {
             }
         }
         stream.wait()?;
-        *self = KvPools { plan: plan.clone(), fast: self.fast, memory: Some(memory), starts };
+        let mut scales = std::mem::take(&mut self.scales);
+        for (scales, group) in scales.iter_mut().zip(&plan.groups) {
+            scales.resize(group.layers.len(), [1.0; 2]);
+        }
+        *self = KvPools { plan: plan.clone(), fast: self.fast, memory: Some(memory), starts, scales };
         Ok(())
     }
 
@@ -97,7 +104,18 @@ impl KvPools {
             format: kv_code(group.format),
             row_bytes: group.format.row_bytes(head_dim) as i32,
             fast: (self.fast && is_fast(group.format, head_dim)).into(),
+            scales: self.scales[g][cache.index],
             pad: 0,
+        }
+    }
+
+    /// Notes what bounds a layer's keys and values, before the first of them is stored: keys are normed and scaled by
+    /// gains of at most `most_gain`, values are normed.
+    pub fn bound(&mut self, cache: KvRef, most_gain: f32) {
+        let g = cache.group.index();
+        let head_dim = self.plan.groups[g].layers[cache.index].head_dim;
+        if self.plan.groups[g].format == KvFormat::Fp8 {
+            self.scales[g][cache.index] = [most_gain, 1.0].map(|gain| fp8_scale(head_dim, gain));
         }
     }
 
@@ -135,5 +153,32 @@ impl KvPools {
 
 /// Whether the fast kernels read keys and values of this kind.
 fn is_fast(format: KvFormat, head_dim: usize) -> bool {
-    format == KvFormat::Bf16 && (head_dim == 256 || head_dim == 512)
+    matches!(format, KvFormat::Bf16 | KvFormat::Fp8) && (head_dim == 256 || head_dim == 512)
+}
+
+/// The scale of FP8 values of which `head_dim` have a root mean square of 1 before they are multiplied with at most
+/// `gain`: one of them can be sqrt(head_dim) * gain, and the largest code is 448. Rotation moves two values on a circle
+/// and leaves the bound. Powers of two, so that nothing but the code itself is rounded; what that loses of the range is
+/// one of E4M3's sixteen powers.
+fn fp8_scale(head_dim: usize, gain: f32) -> f32 {
+    const LARGEST: f32 = 448.0;
+    let bound = ((head_dim as f32).sqrt() * gain / LARGEST).max(f32::MIN_POSITIVE);
+    let bits = bound.to_bits();
+    let up = u32::from(bits & 0x7f_ffff != 0);
+    f32::from_bits(((bits >> 23) + up) << 23)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::fp8_scale;
+
+    #[test]
+    fn scales_reach_what_a_normed_head_can_hold() {
+        // 16 * 1 / 448 = 1/28 -> 1/16; 16 * 28 / 448 = 1; 22.6 * 0.3 / 448 = 0.01515 -> 1/64; 22.6 * 0.4 / 448 = 0.0202 -> 1/32.
+        assert_eq!(fp8_scale(256, 1.0), 1.0 / 16.0);
+        assert_eq!(fp8_scale(256, 28.0), 1.0);
+        assert_eq!(fp8_scale(512, 0.3), 1.0 / 64.0);
+        assert_eq!(fp8_scale(512, 0.4), 1.0 / 32.0);
+        assert!(fp8_scale(256, 0.0) > 0.0 && (1.0 / fp8_scale(256, 0.0)).is_finite());
+    }
 }

@@ -50,6 +50,8 @@ pub mod footprint;
 #[cfg(feature = "cuda")]
 mod graphs;
 #[cfg(feature = "cuda")]
+mod hooks;
+#[cfg(feature = "cuda")]
 pub mod kernels;
 #[cfg(feature = "cuda")]
 mod kv;

@@ -8,7 +8,7 @@ use lapidary_formats::{Format, Scales, TensorView, validate};
 use lapidary_ops::{Error, Result};
 
 use crate::args::{MatrixArgs, PartArgs};
-use crate::driver::{Arena, DevPtr, Stream};
+use crate::driver::{Arena, DevPtr, Staging};
 use crate::fast::{PackOptions, Packed, ROUTER_ROWS, Tiles, decoded, float_view, keeps_file_form, repeat};
 
 /// A matrix of stacked parts, `[rows, cols]` = `[outputs, inputs]`, in one form or both.
@@ -38,12 +38,13 @@ pub(crate) enum Tied {
 /// Where weights go.
 pub(crate) struct Store<'a> {
     pub arena: &'a mut Arena,
-    pub stream: &'a Stream,
+    pub staging: &'a mut Staging,
 }
 
 impl Matrix {
     /// Checks the parts and takes them over in the form that the mode wants: packed where `pack` says how and the
-    /// fast kernels take the shape, in the bytes of the file otherwise. Small matrices and tied vocabularies get both.
+    /// fast kernels take the shape, in the bytes of the file otherwise. Small matrices get both, and tied vocabularies
+    /// of which the packed form gives no single row.
     ///
     /// # Errors
     /// `Tensor` for parts of unequal width and values that the format's rules forbid, `OutOfMemory`.
@@ -64,10 +65,11 @@ impl Matrix {
         }
         let mut tiles = random;
         let packed =
-            PackOptions { arena: store.arena, stream: store.stream, random: tiles.as_deref_mut(), tied }
+            PackOptions { arena: store.arena, staging: store.staging, random: tiles.as_deref_mut(), tied }
                 .pack(parts, group_rows)?;
+        let gathers = packed.as_ref().is_some_and(|p| p.gathers(parts, is_random));
         let (file, floats) = match (&packed, tiles) {
-            (Some(_), _) if !keeps_file_form(rows, group_rows, tied) => (None, None),
+            (Some(_), _) if !keeps_file_form(rows, group_rows, tied) || gathers => (None, None),
             (_, Some(tiles)) => (Some(Matrix::random_rows(store, tiles, (rows, cols), tied)?), None),
             (_, None) if rows <= ROUTER_ROWS => {
                 let (file, floats) = Matrix::in_floats(store, parts)?;
@@ -113,7 +115,7 @@ impl Matrix {
         let mut fill = |bytes: &[u8]| -> Result<DevPtr> {
             let len = many(bytes.len());
             let ptr = store.arena.take(len)?;
-            repeat(store.stream, ptr, len, bytes)?;
+            repeat(store.staging.stream(), ptr, len, bytes)?;
             Ok(ptr)
         };
         let floats = |v: &[f32]| v.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>();
@@ -225,8 +227,8 @@ impl Store<'_> {
         let ptr = self.arena.take(pieces.iter().map(|p| p.len()).sum())?;
         let mut at = 0;
         for piece in pieces {
-            // SAFETY: the sum of all pieces was taken; the memory is not pinned, so it is read by now.
-            unsafe { self.stream.upload(ptr.at(at), piece)? };
+            // SAFETY: the sum of all pieces was just taken.
+            unsafe { self.staging.copy(ptr.at(at), piece)? };
             at += piece.len();
         }
         Ok(ptr)

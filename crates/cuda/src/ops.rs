@@ -1,8 +1,8 @@
 //! The verbs, mapped to launches.
 
 use lapidary_ops::{
-    Act, Activation, AttnSpec, Error, ExpertSpec, Gain, Mat, Norm, Ops, PerLayerSpec, Phase, QkvSpec, Result,
-    RouteSpec, Tap, TapPoint, ValueSource,
+    Act, Activation, AttnSpec, Error, ExpertSpec, Gain, KvFormat, Mat, Norm, Ops, PerLayerSpec, Phase,
+    QkvSpec, Result, RouteSpec, TapPoint, ValueSource,
 };
 
 use crate::args::{MatrixArgs, Pool, Rows};
@@ -11,8 +11,10 @@ use crate::driver::{DevPtr, Event};
 use crate::fast::Planes;
 use crate::flight::Pending;
 use crate::graphs::Left;
+use crate::hooks::TapPlace;
 use crate::kernels::attention::{self, AttentionArgs};
 use crate::kernels::heads::{self, FinishArgs, MOST_HEAD_DIM};
+use crate::kernels::hooks::{self, Source, SteerArgs, TapArgs};
 use crate::kernels::product::{self, Grouped};
 use crate::kernels::{route, rows};
 use crate::workspace::Piece;
@@ -34,7 +36,6 @@ pub(crate) struct CudaOps<'a> {
     pub rows: usize,
     kept: bool,
     pub left: Left,
-    taps: Vec<Tap>,
     failed: Option<Error>,
     /// Products whose sums are still in planes.
     pub planes: Vec<Planes>,
@@ -52,7 +53,6 @@ impl<'a> CudaOps<'a> {
             rows,
             kept: false,
             left: Left::default(),
-            taps: Vec::new(),
             failed: None,
             planes: Vec::new(),
             routed: false,
@@ -65,7 +65,7 @@ impl<'a> CudaOps<'a> {
         self.note(None);
         match self.failed {
             Some(e) => Err(e),
-            None => Ok(Pending { left: self.left, taps: self.taps, repeated: None }),
+            None => Ok(Pending { left: self.left, repeated: None }),
         }
     }
 
@@ -119,6 +119,19 @@ impl<'a> CudaOps<'a> {
         if self.kept { self.on.upload.columns.heads } else { DevPtr::NULL }
     }
 
+    /// Notes what bounds the keys and values that a layer is about to store.
+    pub fn bound_cache(&mut self, spec: &QkvSpec) -> Result<()> {
+        let Some(kv) = spec.kv else { return Ok(()) };
+        let format = self.on.kv.plan.groups[kv.cache.group.index()].format;
+        if format == KvFormat::Fp8 && kv.v_norm_eps.is_none() {
+            let what = "keep values in fp8 that are not normed: nothing bounds them; take --kv bf16".into();
+            return Err(Error::Unsupported { device: "cuda".into(), what });
+        }
+        let most = self.on.most_gain[kv.k_norm.gain.0 as usize];
+        self.on.kv.bound(kv.cache, most);
+        Ok(())
+    }
+
     /// What the batch says of rows by their own number is of no use once rows were dropped.
     fn all_rows(&self, verb: &str) -> Result<()> {
         match self.kept {
@@ -133,6 +146,33 @@ impl<'a> CudaOps<'a> {
         self.on.upload.check_ids(column, rows)?;
         let below = &mut self.left.below[column];
         *below = Some(below.map_or(rows, |b| b.min(rows)));
+        Ok(())
+    }
+
+    /// An activation as it lies: sums that are still in planes are added up on the way.
+    pub fn source(&self, act: Act) -> Source {
+        match self.planes.iter().find(|p| p.act == act) {
+            Some(planes) => planes.source(),
+            None => Source::rows(self.act(act)),
+        }
+    }
+
+    /// Copies rows for the host: `y`, or with a second branch and an epsilon the sum of both, normed.
+    pub fn copy_out(
+        &mut self,
+        point: TapPoint,
+        y: Source,
+        z: Option<(Source, f32)>,
+        width: i32,
+    ) -> Result<()> {
+        let place = TapPlace { point, rows: self.rows, width: width as usize };
+        let (index, floats) = (self.left.taps.len(), place.rows * place.width);
+        let context = self.on.context().clone();
+        let out = self.on.hooks.tap(&context, index, floats)?;
+        let (z, eps) = z.unwrap_or((Source::NONE, 0.0));
+        // SAFETY: buffers hold the rows of every uploaded batch, and there is room for as many values.
+        unsafe { hooks::tap(self.on.queue(), &TapArgs { y, z, out, width, eps }, self.rows)? };
+        self.left.taps.push(place);
         Ok(())
     }
 
@@ -190,8 +230,15 @@ impl Ops for CudaOps<'_> {
         self.verb(|s| {
             s.all_rows("embed")?;
             s.ids_below(0, table)?;
-            let (o, t, tokens) = (s.act(out), s.mat(table)?, s.on.upload.columns.tokens);
-            same("embed", o.width, t.cols)?;
+            let (o, tokens) = (s.act(out), s.on.upload.columns.tokens);
+            same("embed", o.width, s.on.mats[table.0 as usize].cols as i32)?;
+            if s.on.mats[table.0 as usize].file.is_none()
+                && let Some(packed) = s.one_run(table)
+            {
+                // SAFETY: tokens are rows of the table, and widths agree.
+                return unsafe { Ok(rows::embed_packed(s.on.queue(), o, &packed, tokens, scale, s.rows)?) };
+            }
+            let t = s.mat(table)?;
             // SAFETY: tokens are rows of the table, and widths agree.
             unsafe { Ok(rows::embed(s.on.queue(), o, t, tokens, scale, s.rows)?) }
         });
@@ -272,6 +319,7 @@ impl Ops for CudaOps<'_> {
 
     fn qkv_finish(&mut self, qkv: Act, spec: &QkvSpec) {
         self.verb(|s| {
+            s.bound_cache(spec)?;
             let (v, rope, d) = (s.act(qkv), s.act(spec.rope), spec.head_dim);
             let parts = match spec.kv {
                 None => 0,
@@ -290,6 +338,7 @@ impl Ops for CudaOps<'_> {
                 format: 0,
                 row_bytes: 0,
                 fast: 0,
+                scales: [1.0; 2],
                 pad: 0,
             };
             let group = spec.kv.map_or(0, |kv| kv.cache.group.index());
@@ -435,13 +484,26 @@ impl Ops for CudaOps<'_> {
     }
 
     fn tap(&mut self, point: TapPoint, x: Act) {
-        self.verb(|s| {
-            if s.on.upload.batch.taps.wants(point) {
-                let buffer = &s.on.acts[x.0 as usize];
-                let values = buffer.read(&s.on.stream, s.rows)?;
-                s.taps.push(Tap { point, rows: s.rows, width: buffer.width(), values });
+        self.verb(|s| match s.on.upload.batch.taps.wants(point) {
+            true => {
+                let source = s.source(x);
+                s.copy_out(point, source, None, s.act(x).width)
             }
-            Ok(())
+            false => Ok(()),
+        });
+    }
+
+    fn steer(&mut self, x: Act, layer: usize) {
+        self.verb(|s| {
+            if !s.on.hooks.layers().contains(&layer) {
+                return Ok(());
+            }
+            let (sets, projections, stride) = s.on.hooks.steering();
+            let (set, map, x) = (s.on.upload.columns.steer, s.map(), s.act(x));
+            let (stride, layer) = (stride as i32, layer as i32);
+            let args = SteerArgs { x, set, map, sets, projections, stride, layer };
+            // SAFETY: sets were checked to be as wide as the residual, and the batch's rows to name sets that are held.
+            unsafe { Ok(hooks::steer(s.on.queue(), &args, s.rows)?) }
         });
     }
 

@@ -18,9 +18,9 @@ struct Capacity {
     pages: [usize; GROUPS],
 }
 
-/// Columns with an entry for each row: tokens, per-layer tokens, positions, soft, by group visible, table, cell, and whom
-/// it follows.
-const ROW_COLUMNS: usize = 5 + 3 * GROUPS;
+/// Columns with an entry for each row: tokens, per-layer tokens, positions, soft, by group visible, table, cell, then
+/// steering and whom the row follows.
+const ROW_COLUMNS: usize = 6 + 3 * GROUPS;
 
 /// Which column says whom a row follows.
 const FOLLOWS: usize = ROW_COLUMNS - 1;
@@ -97,7 +97,7 @@ impl Upload {
         }
         if batch.tokens.len() <= MOST_FETCHED {
             let follow = follow.map(|f| (FOLLOWS, f));
-            let call = Begin { from: pinned.ptr(), to: device.ptr(), columns, follow };
+            let call = Begin { from: pinned.device(), to: device.ptr(), columns, follow };
             // SAFETY: all blocks have the capacity's size, and nobody writes to the pinned one before the next batch of
             // its turn, for which the caller has waited; whom rows follow was checked.
             unsafe { step::begin(queue, &call)? };
@@ -144,6 +144,7 @@ impl Upload {
             visible_to: [at[4], at[5]],
             table: [at[6], at[7]],
             cell: [at[8], at[9]],
+            steer: at[FOLLOWS - 1],
             heads: at[FOLLOWS + 1],
             pages: [at[FOLLOWS + 2], at[FOLLOWS + 3]],
             soft_values: self.columns.soft_values,
@@ -275,6 +276,7 @@ impl RowInts {
             &self.table[1],
             &self.cell[0],
             &self.cell[1],
+            &batch.steer,
             &batch.follows,
             &batch.heads,
             &batch.pages[0],

@@ -76,7 +76,8 @@ impl Stepper {
         }
         // A sequence's pages hold the window of the first row of a batch of two and both rows, and so does a step with
         // the one behind it.
-        let ahead = self.runner.follows() && self.capture.points.is_empty() && limits.rows > 1;
+        let hooked = !self.capture.points.is_empty() || seqs.iter().any(|&seq| self.set_of(seq) >= 0);
+        let ahead = self.runner.follows() && !hooked && limits.rows > 1;
         let (mut fed, mut done, mut queued) = (tokens.to_vec(), 0, 0);
         while done < steps {
             if queued == 0 {

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use lapidary_model::kv_plan::sequence_pages;
-use lapidary_ops::{Group, KvRef, PAGE_TOKENS};
+use lapidary_ops::{Group, KvFormat, KvRef, PAGE_TOKENS};
 
 use crate::error::{Error, Result};
 use crate::lane::Lane;
@@ -176,8 +176,11 @@ impl Stepper {
         }
         let shape = group.layers[cache.index];
         let width = shape.kv_heads * shape.head_dim;
-        // Small integers are exact in every KV format; a block of 127 and small ones is exact in Q8_0.
+        // Small integers are exact in every KV format but FP8, which has powers of two; a block of 127 and small ones is
+        // exact in Q8_0.
+        let fp8 = group.format == KvFormat::Fp8;
         let pattern = |cell: usize, i: usize, side: usize| match i % 32 {
+            n if fp8 => [0.25f32, 0.5, 1.0, 2.0, 4.0][(cell * 31 + n * 7 + side * 53) % 5],
             0 => 127.0,
             n => ((cell * 31 + n * 7 + side * 53) % 101) as f32,
         };

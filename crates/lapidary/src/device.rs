@@ -59,8 +59,12 @@ impl Device {
     pub(crate) fn backend(self, options: &LoadOptions) -> Result<Box<dyn Backend>> {
         match self {
             Device::Cpu => {
-                let cpu =
-                    CpuOptions { threads: options.threads, compute: options.compute, level: options.level };
+                let cpu = CpuOptions {
+                    threads: options.threads,
+                    compute: options.compute,
+                    level: options.level,
+                    packed_experts: options.packed_experts,
+                };
                 Ok(Box::new(CpuBackend::new(cpu)?))
             }
             #[cfg(feature = "cuda")]
@@ -164,9 +168,23 @@ impl Device {
         }
     }
 
-    /// Whether an embedding that is also the head is kept twice: for look-ups and for products.
-    pub(crate) fn keeps_tied_twice(self, compute: Compute) -> bool {
-        matches!(self, Device::Cuda { .. }) && compute == Compute::Fast
+    /// Whether an embedding in `format` that is also the head is kept twice, for look-ups and for products: single rows
+    /// are read from what is packed for products only in bf16 and FP8.
+    pub(crate) fn keeps_tied_twice(self, compute: Compute, format: Format) -> bool {
+        let packed = matches!(self, Device::Cuda { .. }) && compute == Compute::Fast;
+        packed && !matches!(format, Format::Bf16 | Format::Fp8E4M3)
+    }
+
+    /// Bytes that kernels keep between them, and the driver for them: for passes of `rows` whose queries and widest
+    /// product are as wide as given.
+    pub(crate) fn kernel_bytes(self, rows: usize, queries: usize, widest: usize) -> usize {
+        match self {
+            Device::Cpu => 0,
+            #[cfg(feature = "cuda")]
+            Device::Cuda { .. } => lapidary_cuda::footprint::kernel_bytes(rows, queries, widest),
+            #[cfg(not(feature = "cuda"))]
+            Device::Cuda { .. } => rows.saturating_mul(queries + widest),
+        }
     }
 
     /// Bytes of the intermediate values of routed experts.

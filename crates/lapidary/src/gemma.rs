@@ -371,7 +371,8 @@ fn load_runner(
     let mut backend = options.device.backend(options)?;
     let context = options.context_for(&config);
     let limits = Limits { rows: options.chunk.clamp(1, context.max(1)), head_rows: options.head_rows.max(1) };
-    let build = BuildOptions { limits, embed_scale: options.embed_scale };
+    let requantise = options.requantise;
+    let build = BuildOptions { limits, embed_scale: options.embed_scale, requantise };
     let model = Model::build(config, checkpoint, backend.as_mut(), &build, progress)?;
     Ok(Runner::new(model, backend, [options.kv_format(); 2], context)?)
 }

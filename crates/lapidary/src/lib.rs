@@ -7,6 +7,7 @@
 
 mod answer;
 pub mod bandwidth;
+pub mod budget;
 #[cfg(feature = "pebble")]
 mod builtin;
 pub mod capture;
@@ -41,7 +42,7 @@ pub use gemma::{Gemma, TemplateSource, load_stepper};
 pub use lapidary_engine::generate::{FinishReason, Usage};
 pub use lapidary_engine::sampling::SamplingParams;
 pub use lapidary_engine::{Heads, Prompt, Runner, SoftKind, SoftSpan, Stepper};
-pub use lapidary_model::{Config, EmbedScale, Progress};
+pub use lapidary_model::{Config, EmbedScale, Progress, Requantise};
 pub use lapidary_ops::{Format, KvFormat, PAGE_TOKENS, TapPoint};
 pub use lapidary_text::{ChatInput, ChatTemplate, Tokenizer, ToolCall};
 pub use lapidary_weights::Checkpoint;

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 pub use lapidary_cpu::{Compute, Level};
 use lapidary_engine::sampling::SamplingParams;
-use lapidary_model::{Config, EmbedScale};
+use lapidary_model::{Config, EmbedScale, Requantise};
 use lapidary_ops::{Format, KvFormat};
 
 use crate::device::Device;
@@ -35,8 +35,14 @@ pub struct LoadOptions {
     pub final_softcap: Option<f32>,
     /// Forces the instruction set down, for tests and emergencies.
     pub level: Option<Level>,
+    /// Matrices of experts that are packed and resident on the processor, two a layer from the first layer on; the later
+    /// ones stay in the file, and what a token chooses of them is paged in.
+    /// [`MemoryPlan::packed_experts`](crate::plan::MemoryPlan::packed_experts) knows how many fit; all when not given.
+    pub packed_experts: Option<usize>,
     /// What the model runs on.
     pub device: Device,
+    /// Formats that plain matrices get while they are loaded.
+    pub requantise: Requantise,
     /// Puts random values of this format in the place of every matrix, so that speed can be measured without a
     /// checkpoint; on a GPU only.
     pub random_weights: Option<Format>,
@@ -54,7 +60,9 @@ impl Default for LoadOptions {
             embed_scale: EmbedScale::Auto,
             final_softcap: None,
             level: None,
+            packed_experts: None,
             device: Device::Cpu,
+            requantise: Requantise::default(),
             random_weights: None,
         }
     }

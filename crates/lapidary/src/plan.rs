@@ -4,11 +4,13 @@
 //! The buffers are listed as the model's builder makes them; a test holds the list, and the sums, against what a
 //! backend allocates for every variant.
 
+use std::collections::BTreeMap;
+
 use crate::device::Device;
 use lapidary_cpu::Compute;
 use lapidary_formats::Format;
 use lapidary_model::kv_plan::kv_plan;
-use lapidary_model::{Config, Limits};
+use lapidary_model::{Config, Limits, Requantise};
 use lapidary_ops::{ActKind, ActRows, ActSpec, GROUPS, Group, KvFormat, KvGroupPlan, KvPlan, PAGE_TOKENS};
 use lapidary_weights::{Checkpoint, ExpertPart, LayerRole, Role, Stored};
 
@@ -27,6 +29,22 @@ pub struct PlanOptions {
     pub compute: Compute,
     /// Where the model will be.
     pub device: Device,
+    /// Formats that plain matrices get while they are loaded.
+    pub requantise: Requantise,
+    /// Bytes that it may take; experts that are too many for them stay in the file where the device can read them there.
+    /// `None` for any number.
+    pub memory: Option<u64>,
+}
+
+/// Experts that stay in the file, to be paged in as they are chosen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PagedExperts {
+    /// Layers whose experts stay in the file: the last ones.
+    pub layers: usize,
+    /// Layers whose experts are packed and resident.
+    pub packed_layers: usize,
+    /// Bytes of those that stay.
+    pub bytes: u64,
 }
 
 /// Bytes that a model will take once it is loaded.
@@ -42,6 +60,9 @@ pub struct MemoryPlan {
     pub activations: Vec<ActSpec>,
     /// Bytes of intermediate values of routed experts, taken by the first pass that is as large as the limit.
     pub experts_bytes: u64,
+    /// Bytes that the device's kernels keep beside these: room between kernels, recorded passes, code, and what is lost
+    /// where memory is taken in blocks. 0 on the processor, whose share is next to nothing.
+    pub device_bytes: u64,
     /// Bytes of matrices and vectors that one decoded token reads.
     pub weight_bytes_per_token: u64,
     /// Matrix values that take part in one decoded token; fewer than the model's parameters where experts are
@@ -49,6 +70,10 @@ pub struct MemoryPlan {
     pub active_parameters: u64,
     /// Bytes of keys and values that each layer reads for one visible position, and whether its window limits them.
     readers: Vec<(u64, Option<usize>)>,
+    /// Experts that stay in the file since they are too many for the memory that the plan was made for.
+    pub paged: Option<PagedExperts>,
+    /// Bytes of each layer's experts.
+    expert_layers: BTreeMap<u32, u64>,
     compute: Compute,
     device: Device,
 }
@@ -79,6 +104,9 @@ impl MemoryPlan {
                 let (rows, hidden) = (options.limits.rows, config.hidden);
                 options.device.experts_bytes(rows, m.top_k, m.width, hidden, options.compute) as u64
             }),
+            device_bytes: device_bytes(config, options),
+            paged: None,
+            expert_layers: BTreeMap::new(),
             compute: options.compute,
             device: options.device,
             weight_bytes_per_token: 0,
@@ -97,20 +125,52 @@ impl MemoryPlan {
                     plan.weight_bytes_per_token += bytes;
                 }
                 Use::Matrix(share) => {
-                    plan.matrix(&stored, share);
+                    let loaded = loaded(&stored, role, &options.requantise);
+                    plan.matrix(role, &loaded, share);
                     let tied = role == Role::Embed && !untied;
-                    if tied && options.device.keeps_tied_twice(options.compute) {
-                        plan.count(stored.format, 1, stored.bytes);
+                    if tied && options.device.keeps_tied_twice(options.compute, loaded.format) {
+                        plan.count(loaded.format, 1, loaded.bytes);
                     }
                 }
             }
         }
         let order = |f: Format| Format::ALL.iter().position(|&g| g == f);
         plan.weights.sort_by_key(|w| order(w.format));
+        if let Some(memory) = options.memory {
+            plan.fit(memory);
+        }
         plan
     }
 
-    fn matrix(&mut self, stored: &Stored<'_>, share: Share) {
+    /// Leaves the experts of the last layers in the file where all would not fit into `memory`. Of the room beside
+    /// everything else, half goes to packed experts and half is left to the file's pages.
+    fn fit(&mut self, memory: u64) {
+        let pages_experts = self.device == Device::Cpu && self.compute == Compute::Fast;
+        let total = self.total();
+        if total <= memory || !pages_experts || self.expert_layers.is_empty() {
+            return;
+        }
+        let experts: u64 = self.expert_layers.values().sum();
+        let mut room = memory.saturating_sub(total - experts) / 2;
+        let mut paged = PagedExperts { layers: self.expert_layers.len(), packed_layers: 0, bytes: experts };
+        for &bytes in self.expert_layers.values() {
+            if bytes > room {
+                break;
+            }
+            room -= bytes;
+            paged.layers -= 1;
+            paged.packed_layers += 1;
+            paged.bytes -= bytes;
+        }
+        self.paged = Some(paged);
+    }
+
+    /// For [`LoadOptions::packed_experts`](crate::LoadOptions::packed_experts): a layer has two matrices of experts.
+    pub fn packed_experts(&self) -> Option<usize> {
+        self.paged.map(|paged| 2 * paged.packed_layers)
+    }
+
+    fn matrix(&mut self, role: Role, stored: &Stored<'_>, share: Share) {
         let cols = stored.shape.last().copied().unwrap_or(1);
         let rows = stored.values() as usize / cols.max(1);
         let packed = match share {
@@ -122,6 +182,9 @@ impl MemoryPlan {
         };
         let bytes = packed.map_or(stored.bytes, |b| b as u64);
         self.count(stored.format, 1, bytes);
+        if let (Role::Layer(layer, _), Share::Experts { .. }) = (role, &share) {
+            *self.expert_layers.entry(layer).or_default() += bytes;
+        }
         let (part, whole) = match share {
             Share::Whole => (1, 1),
             Share::OneRow => (1, stored.shape.first().map_or(1, |&rows| rows as u64).max(1)),
@@ -142,7 +205,7 @@ impl MemoryPlan {
         }
     }
 
-    /// Bytes of all weights.
+    /// Bytes of all weights, wherever they are.
     pub fn weight_bytes(&self) -> u64 {
         self.weights.iter().map(|w| w.bytes).sum::<u64>() + self.vector_bytes
     }
@@ -163,9 +226,11 @@ impl MemoryPlan {
         self.activations.iter().map(bytes).sum::<u64>() + self.experts_bytes
     }
 
-    /// Bytes in all.
+    /// Bytes in all, without those of experts that stay in the file.
     pub fn total(&self) -> u64 {
-        self.weight_bytes().saturating_add(self.kv_bytes()).saturating_add(self.activation_bytes())
+        let weights = self.weight_bytes() - self.paged.map_or(0, |paged| paged.bytes);
+        let parts = [weights, self.kv_bytes(), self.activation_bytes(), self.device_bytes];
+        parts.into_iter().fold(0, u64::saturating_add)
     }
 
     /// Bytes of keys and values that a decoded token reads after `position` earlier ones.
@@ -173,6 +238,30 @@ impl MemoryPlan {
         let visible = |window: Option<usize>| window.map_or(position + 1, |w| w.min(position + 1)) as u64;
         self.readers.iter().map(|&(bytes, window)| bytes * visible(window)).sum()
     }
+}
+
+fn device_bytes(config: &Config, options: &PlanOptions) -> u64 {
+    let queries = config.layers.iter().map(|l| config.heads * l.head_dim).max().unwrap_or(0);
+    let widest =
+        config.layers.iter().map(|l| (config.heads + 2 * l.kv_heads) * l.head_dim).max().unwrap_or(0);
+    options.device.kernel_bytes(options.limits.rows, queries, widest.max(config.hidden)) as u64
+}
+
+/// What a stored matrix is once it is loaded.
+fn loaded<'a>(stored: &Stored<'a>, role: Role, requantise: &Requantise) -> Stored<'a> {
+    let cols = stored.shape.last().copied().unwrap_or(1).max(1);
+    let rows = stored.values() as usize / cols;
+    let format = requantise.format_of(role, stored.format, cols);
+    if format == stored.format {
+        return *stored;
+    }
+    let scales = match format {
+        Format::Fp8E4M3 => 4 * rows,
+        Format::Nvfp4 => rows * cols / 16 + 4,
+        _ => 0,
+    };
+    let codes = format.row_bytes(cols).unwrap_or(0) * rows;
+    Stored { format, bytes: (codes + scales) as u64, ..*stored }
 }
 
 /// What a model does with a tensor.

@@ -76,7 +76,8 @@ fn a_config_that_contradicts_the_tensors_is_refused_by_the_tensors_name() {
             edit(&mut config);
             let mut backend = on.backend();
             let limits = Limits { rows: 4, head_rows: 4 };
-            let options = BuildOptions { limits, embed_scale: EmbedScale::Auto };
+            let options =
+                BuildOptions { limits, embed_scale: EmbedScale::Auto, requantise: Default::default() };
             let error = Model::build(config, &checkpoint, backend.as_mut(), &options, &mut |_| {})
                 .expect_err(&format!("{variant} {tensor}"))
                 .to_string();
@@ -87,7 +88,7 @@ fn a_config_that_contradicts_the_tensors_is_refused_by_the_tensors_name() {
 
 fn build(config: Config, checkpoint: &Checkpoint, on: On) -> Result<Model, Error> {
     let limits = Limits { rows: 4, head_rows: 4 };
-    let options = BuildOptions { limits, embed_scale: EmbedScale::Auto };
+    let options = BuildOptions { limits, embed_scale: EmbedScale::Auto, requantise: Default::default() };
     Model::build(config, checkpoint, on.backend().as_mut(), &options, &mut |_| {})
 }
 
@@ -181,7 +182,7 @@ fn progress_reaches_the_whole_and_never_goes_back() {
         let checkpoint = Checkpoint::open(golden.folder()).unwrap();
         let config = config(&checkpoint);
         let limits = Limits { rows: 4, head_rows: 4 };
-        let options = BuildOptions { limits, embed_scale: EmbedScale::Auto };
+        let options = BuildOptions { limits, embed_scale: EmbedScale::Auto, requantise: Default::default() };
         let mut last = 0;
         let mut backend = on.backend();
         Model::build(config, &checkpoint, backend.as_mut(), &options, &mut |p| {

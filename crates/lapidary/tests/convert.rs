@@ -395,6 +395,29 @@ fn a_tokenizer_that_does_not_fit_is_refused() {
     assert!(error.contains("tokenizer.json: 4096 tokens for an embedding of 211 rows"), "{error}");
 }
 
+/// Text-only checkpoints of Gemma 3 come with the tokenizer of their larger siblings, whose image marker has no row.
+#[test]
+fn special_tokens_without_a_row_are_left_out_and_named() {
+    let tiny = Tiny::new(Variant::Dense);
+    let text = std::fs::read_to_string(project("tests/pebble/moe/tokenizer.json")).unwrap();
+    let mut file: Value = serde_json::from_str(&text).unwrap();
+    let rows = 211;
+    let pieces = file["model"]["vocab"].as_object_mut().unwrap();
+    pieces.retain(|_, id| id.as_u64().unwrap() < rows - 3);
+    pieces.extend(["a", "b", "ab"].iter().zip(rows - 3..).map(|(piece, id)| (piece.to_string(), id.into())));
+    file["model"]["merges"] = serde_json::json!([["a", "b"]]);
+    let mut marker = file["added_tokens"][0].clone();
+    marker["id"] = rows.into();
+    marker["content"] = "<image_soft_token>".into();
+    file["added_tokens"].as_array_mut().unwrap().push(marker);
+    std::fs::write(tiny.path("tokenizer.json"), file.to_string()).unwrap();
+    let out = tiny.path("out.gguf");
+    let report = to_gguf(&tiny.checkpoint(), &out, &ConvertOptions::new(Format::Bf16)).unwrap();
+    assert!(report.notes.iter().any(|n| n.contains("left out: <image_soft_token>")), "{:?}", report.notes);
+    let written = gguf::File::open(out).unwrap();
+    assert_eq!(vocab(written.metadata()).tokens.len(), rows as usize);
+}
+
 #[test]
 fn the_stored_template_is_the_built_in_one() {
     let conversation = ChatInput {

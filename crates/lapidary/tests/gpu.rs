@@ -10,14 +10,20 @@
 
 #[path = "ahead.rs"]
 mod ahead;
+#[path = "capture.rs"]
+mod capture;
 #[path = "config.rs"]
 mod config;
 #[path = "determinism.rs"]
 mod determinism;
 #[path = "fast_gpu.rs"]
 mod fast_gpu;
+#[path = "fast_hooks.rs"]
+mod fast_hooks;
 #[path = "formats.rs"]
 mod formats;
+#[path = "fp8_kv.rs"]
+mod fp8_kv;
 #[path = "gguf_models.rs"]
 mod gguf_models;
 #[path = "goldens.rs"]
@@ -28,10 +34,16 @@ mod hard_cases_a;
 mod hard_cases_b;
 #[path = "hard_cases_h.rs"]
 mod hard_cases_h;
+#[path = "plan_gpu.rs"]
+mod plan_gpu;
 #[path = "refusals.rs"]
 mod refusals;
+#[path = "requantise.rs"]
+mod requantise;
 #[path = "slots.rs"]
 mod slots;
+#[path = "steering.rs"]
+mod steering;
 #[path = "steps.rs"]
 mod steps;
 #[path = "tiny_models.rs"]

@@ -92,7 +92,11 @@ fn run(path: &Path) -> Result<u32, String> {
     let checkpoint = Checkpoint::open(path).map_err(|e| text(&e))?;
     let config = Config::from_checkpoint(&checkpoint).map_err(|e| text(&e))?;
     let mut backend = On::Cpu { threads: 1 }.backend();
-    let options = BuildOptions { limits: Limits { rows: 3, head_rows: 1 }, embed_scale: EmbedScale::Auto };
+    let options = BuildOptions {
+        limits: Limits { rows: 3, head_rows: 1 },
+        embed_scale: EmbedScale::Auto,
+        requantise: Default::default(),
+    };
     let model =
         Model::build(config, &checkpoint, backend.as_mut(), &options, &mut |_| {}).map_err(|e| text(&e))?;
     let runner = Runner::new(model, backend, [KvFormat::F32; 2], 16).map_err(|e| text(&e))?;

@@ -38,6 +38,8 @@ fn plan_of(checkpoint: &Checkpoint, options: &LoadOptions) -> (Config, MemoryPla
         kv: [options.kv_format(); 2],
         compute: options.compute,
         device: options.device,
+        requantise: options.requantise,
+        memory: None,
     };
     let plan = MemoryPlan::new(checkpoint, &config, &plan);
     (config, plan)

@@ -398,7 +398,8 @@ fn a_context_of_nothing_or_beyond_all_positions_is_refused() {
             let checkpoint = Checkpoint::open(tiny_folder(Variant::Dense)).unwrap();
             let mut backend = on.backend();
             let limits = Limits { rows: 4, head_rows: 4 };
-            let options = BuildOptions { limits, embed_scale: EmbedScale::F32 };
+            let options =
+                BuildOptions { limits, embed_scale: EmbedScale::F32, requantise: Default::default() };
             let config = common::config(&checkpoint);
             let model = Model::build(config, &checkpoint, backend.as_mut(), &options, &mut |_| {}).unwrap();
             let error = Runner::new(model, backend, [lapidary_ops::KvFormat::F32; 2], context).unwrap_err();

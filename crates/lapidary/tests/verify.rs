@@ -12,7 +12,7 @@ use lapidary_formats::{Format, Scales, TensorView, decode_row};
 use lapidary_reference::tiny::{self, Variant};
 use lapidary_weights::export::Layout;
 use lapidary_weights::names::{Spelling, spell};
-use lapidary_weights::safetensors::{Dtype, NewTensor, write};
+use lapidary_weights::safetensors::{Dtype, Entry, File, NewTensor, write};
 use lapidary_weights::{ExpertPart, LayerRole, Role, gguf};
 
 /// More than the tiny models' window of keys.
@@ -303,45 +303,109 @@ fn is_full(path: &Path, layer: usize) -> bool {
     config.layers[layer].group == lapidary_ops::Group::Full
 }
 
+/// Codes of one tensor in a file: a block every `block` bytes, whose byte `code` holds codes and nothing else.
+struct Codes {
+    file: PathBuf,
+    start: usize,
+    bytes: usize,
+    block: usize,
+    code: usize,
+}
+
+/// The layers' matrices of a GGUF file in `format`.
+fn codes_of_gguf(path: &Path, format: Format, block: usize, code: usize) -> Vec<Codes> {
+    let file = gguf::File::open(path).unwrap();
+    let of_layers = |t: &&gguf::TensorInfo| t.name.starts_with("blk.") && t.kind.format() == Some(format);
+    let matrices = file.tensors().filter(of_layers).filter(|t| t.dims.len() > 1);
+    matrices
+        .map(|t| Codes {
+            file: path.to_owned(),
+            start: t.start as usize,
+            bytes: t.bytes.unwrap() as usize,
+            block,
+            code,
+        })
+        .collect()
+}
+
+/// The quantised matrices of a folder of safetensors.
+fn codes_of_safetensors(path: &Path) -> Vec<Codes> {
+    let file = path.join("model.safetensors");
+    let opened = File::open(&file).unwrap();
+    let header = std::fs::read(&file).unwrap()[..8].try_into().map(u64::from_le_bytes).unwrap() as usize;
+    let codes = |e: &&Entry| e.shape.len() == 2 && matches!(e.dtype, Dtype::F8E4M3 | Dtype::U8 | Dtype::I32);
+    // A scale of NVFP4 is FP8 too.
+    let entries = opened.entries().iter().filter(codes).filter(|e| !e.name.ends_with("scale"));
+    entries
+        .map(|e| Codes {
+            file: file.clone(),
+            start: 8 + header + e.begin as usize,
+            bytes: (e.end - e.begin) as usize,
+            block: 16,
+            code: 5,
+        })
+        .collect()
+}
+
 /// One flipped bit in every ten thousandth block, wherever it falls among the layers' matrices.
+fn flipped_bits_are_noticed(path: &Path, matrices: &[Codes], what: &str, random: &mut Random) {
+    let dump = dump(path);
+    assert!(!matrices.is_empty(), "{what} has matrices");
+    let blocks: usize = matrices.iter().map(|m| m.bytes / m.block).sum();
+    let flips = blocks.div_ceil(10_000);
+    let sound = std::fs::read(&matrices[0].file).unwrap();
+    for trial in 0..6 {
+        let mut bytes = sound.clone();
+        for _ in 0..flips {
+            let m = &matrices[random.next() as usize % matrices.len()];
+            let at = m.start + (random.next() as usize % (m.bytes / m.block)) * m.block + m.code;
+            // The low half of a byte: no code of eight bits becomes a NaN, which loading refuses.
+            let bit = random.next() % 4;
+            let makes_nan = bytes[at] & 0x70 == 0x70;
+            bytes[at] ^= 1 << if makes_nan { 4 } else { bit };
+        }
+        std::fs::write(&matrices[0].file, &bytes).unwrap();
+        let report = held(path, Compute::F32, &dump);
+        assert!(report.first_departure().is_some(), "{what} trial {trial}: {flips} flips of {blocks} blocks");
+    }
+    std::fs::write(&matrices[0].file, &sound).unwrap();
+    assert_eq!(held(path, Compute::F32, &dump).first_departure(), None, "{what}");
+}
+
 #[test]
-fn flipped_bits_in_one_of_ten_thousand_blocks_are_noticed() {
+fn flipped_bits_in_one_of_ten_thousand_blocks_of_gguf_are_noticed() {
     let mut random = Random::new(5);
     for name in ["moe", "e"] {
         let model = Model::pebble(name);
-        for (format, block) in
-            [(Format::Bf16, 64), (Format::Q8_0, 34), (Format::Q4_0, 18), (Format::Q4K, 144)]
-        {
+        for (format, block, code) in [
+            (Format::Bf16, 64, 62),
+            (Format::Q8_0, 34, 33),
+            (Format::Q4_0, 18, 17),
+            (Format::Q4_1, 20, 19),
+            (Format::Q5_0, 22, 21),
+            (Format::Q5_1, 24, 23),
+            (Format::Iq4Nl, 18, 17),
+            (Format::Mxfp4, 17, 16),
+            (Format::Q4K, 144, 143),
+            (Format::Q5K, 176, 175),
+            (Format::Q6K, 210, 127),
+        ] {
             let path = model.gguf(format);
-            let dump = dump(&path);
-            let sound = std::fs::read(&path).unwrap();
-            let matrices: Vec<(usize, usize)> = {
-                let file = gguf::File::open(&path).unwrap();
-                let layers =
-                    file.tensors().filter(|t| t.name.starts_with("blk.") && t.kind.format() == Some(format));
-                layers
-                    .filter(|t| t.dims.len() > 1)
-                    .map(|t| (t.start as usize, t.bytes.unwrap() as usize))
-                    .collect()
-            };
-            assert!(!matrices.is_empty(), "{name} has matrices in {format}");
-            let blocks: usize = matrices.iter().map(|(_, bytes)| bytes / block).sum();
-            let flips = blocks.div_ceil(10_000);
-            for trial in 0..12 {
-                let mut bytes = sound.clone();
-                for _ in 0..flips {
-                    let (start, length) = matrices[random.next() as usize % matrices.len()];
-                    // Codes, not scales: what changes least.
-                    let at = start + (random.next() as usize % (length / block)) * block + block - 1;
-                    bytes[at] ^= 1 << (random.next() % 8);
-                }
-                std::fs::write(&path, &bytes).unwrap();
-                let report = held(&path, Compute::F32, &dump);
-                let found = report.first_departure();
-                assert!(found.is_some(), "{name} {format} trial {trial}: {flips} flips of {blocks} blocks");
-            }
-            std::fs::write(&path, &sound).unwrap();
-            assert_eq!(held(&path, Compute::F32, &dump).first_departure(), None);
+            let codes = codes_of_gguf(&path, format, block, code);
+            flipped_bits_are_noticed(&path, &codes, &format!("{name} {format}"), &mut random);
+        }
+    }
+}
+
+#[test]
+fn flipped_bits_in_one_of_ten_thousand_blocks_of_safetensors_are_noticed() {
+    let mut random = Random::new(6);
+    for name in ["moe", "e"] {
+        let model = Model::pebble(name);
+        for layout in [Layout::Fp8Row, Layout::Fp8Block, Layout::Nvfp4Divisor, Layout::Int4] {
+            let path = model.safetensors(layout);
+            let codes = codes_of_safetensors(&path);
+            flipped_bits_are_noticed(&path, &codes, &format!("{name} {layout:?}"), &mut random);
         }
     }
 }

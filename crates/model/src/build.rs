@@ -20,6 +20,7 @@ use crate::kv_plan::kv_refs;
 use crate::model::{
     Acts, Attention, Dense, Layer, Limits, Mlp, Model, Moe, MoeActs, PerLayer, PerLayerBranch,
 };
+use crate::requantise::Requantise;
 
 /// How embeddings are scaled by `sqrt(hidden)`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -41,6 +42,8 @@ pub struct BuildOptions {
     pub limits: Limits,
     /// Embedding scale.
     pub embed_scale: EmbedScale,
+    /// Formats that plain matrices get while they are loaded.
+    pub requantise: Requantise,
 }
 
 /// Bytes of weights handed to the backend so far, and in all.
@@ -76,6 +79,7 @@ impl Model {
             checkpoint,
             backend,
             limits: options.limits,
+            requantise: options.requantise,
             registry: Registry::default(),
             by_width: HashMap::new(),
             progress,
@@ -83,7 +87,8 @@ impl Model {
             total,
         };
         let acts = b.acts()?;
-        let embed_is_bf16 = embed_view.format == lapidary_ops::Format::Bf16 && is_safetensors(checkpoint);
+        let embed_format = options.requantise.format_of(Role::Embed, embed_view.format, config.hidden);
+        let embed_is_bf16 = embed_format == lapidary_ops::Format::Bf16 && is_safetensors(checkpoint);
         let root = (config.hidden as f32).sqrt();
         let embed_scale = match options.embed_scale {
             EmbedScale::F32 => root,
@@ -103,9 +108,9 @@ impl Model {
                 (embed, embed)
             }
             Some(_) => {
-                let embed = b.rows(embed_view)?;
+                let embed = b.rows(Role::Embed, embed_view)?;
                 let head = checkpoint.expect(Role::Head, config.vocab, config.hidden)?;
-                (embed, b.mat(&[head])?)
+                (embed, b.mat(Role::Head, &[head])?)
             }
         };
         let inv_freq = b.inv_freq()?;
@@ -161,11 +166,15 @@ fn is_safetensors(checkpoint: &Checkpoint) -> bool {
     checkpoint.kind() == Kind::Safetensors
 }
 
+/// How a backend takes the parts of a matrix over.
+type Pack<'a> = dyn FnMut(&mut dyn Backend, &[TensorView<'_>]) -> lapidary_ops::Result<Mat> + 'a;
+
 struct Builder<'a> {
     config: &'a Config,
     checkpoint: &'a Checkpoint,
     backend: &'a mut dyn Backend,
     limits: Limits,
+    requantise: Requantise,
     registry: Registry,
     /// Buffers that layers share when their widths agree.
     by_width: HashMap<(&'static str, usize), Act>,
@@ -216,35 +225,39 @@ impl Builder<'_> {
         Ok(act)
     }
 
-    fn mat(&mut self, parts: &[TensorView<'_>]) -> Result<Mat> {
+    /// Parts of a matrix whose roles are treated alike; `role` is one of them.
+    fn mat(&mut self, role: Role, parts: &[TensorView<'_>]) -> Result<Mat> {
         let rows = parts.iter().map(|p| p.rows).sum();
-        self.grouped_mat(parts, rows)
+        self.grouped_mat(role, parts, rows)
     }
 
-    fn grouped_mat(&mut self, parts: &[TensorView<'_>], group_rows: usize) -> Result<Mat> {
-        let mapped = self.backend.memory().mapped;
-        let mat = self.backend.pack(parts, group_rows)?;
-        // What the backend copied needs no second place in memory; what it reads in place does.
-        if self.backend.memory().mapped == mapped {
-            parts.iter().for_each(|part| self.checkpoint.release(part));
-        }
-        self.packed(parts);
-        Ok(mat)
+    fn grouped_mat(&mut self, role: Role, parts: &[TensorView<'_>], group_rows: usize) -> Result<Mat> {
+        self.take(role, parts, &mut |backend, parts| backend.pack(parts, group_rows))
     }
 
     fn tied(&mut self, part: TensorView<'_>) -> Result<Mat> {
-        let mapped = self.backend.memory().mapped;
-        let mat = self.backend.pack_tied(&part)?;
-        if self.backend.memory().mapped == mapped {
-            self.checkpoint.release(&part);
-        }
-        self.packed(&[part]);
-        Ok(mat)
+        self.take(Role::Embed, &[part], &mut |backend, parts| backend.pack_tied(&parts[0]))
     }
 
-    fn rows(&mut self, part: TensorView<'_>) -> Result<Mat> {
-        let mat = self.backend.pack_rows(&part)?;
-        self.packed(&[part]);
+    fn rows(&mut self, role: Role, part: TensorView<'_>) -> Result<Mat> {
+        self.take(role, &[part], &mut |backend, parts| backend.pack_rows(&parts[0]))
+    }
+
+    /// Hands parts to the backend, in the format that `role` asks for.
+    fn take(&mut self, role: Role, parts: &[TensorView<'_>], pack: &mut Pack<'_>) -> Result<Mat> {
+        let mapped = self.backend.memory().mapped;
+        let encoded = self.requantise.of(role).map(|to| to.encode(parts)).transpose()?;
+        let views = encoded.iter().flatten().zip(parts).map(|(e, part)| e.view(part.name.as_str()));
+        let views: Vec<TensorView<'_>> = views.collect();
+        let given = if encoded.is_some() { &views[..] } else { parts };
+        let mat = pack(self.backend, given)?;
+        // What was copied needs no second place in memory; what the backend reads in place does.
+        if self.backend.memory().mapped == mapped {
+            parts.iter().for_each(|part| self.checkpoint.release(part));
+        }
+        self.packed(given);
+        self.done += parts.iter().map(|part| part.bytes.len()).sum::<usize>();
+        (self.progress)(Progress { done: self.done.min(self.total), total: self.total });
         Ok(mat)
     }
 
@@ -254,7 +267,6 @@ impl Builder<'_> {
             if !formats.contains(&part.format) {
                 formats.push(part.format);
             }
-            self.done += part.bytes.len();
         }
         self.registry.mats.push(MatSpec {
             name: parts[0].name.clone(),
@@ -262,7 +274,6 @@ impl Builder<'_> {
             cols: parts[0].cols,
             formats,
         });
-        (self.progress)(Progress { done: self.done.min(self.total), total: self.total });
     }
 
     fn gain(&mut self, name: String, values: &[f32]) -> Result<Gain> {
@@ -312,9 +323,9 @@ impl Builder<'_> {
         let projection = self.checkpoint.expect(Role::PerLayerModelProj, width, hidden)?;
         let table = self.checkpoint.expect(Role::PerLayerTable, p.vocab, width)?;
         Ok(Some(PerLayer {
-            projection: self.mat(&[projection])?,
+            projection: self.mat(Role::PerLayerModelProj, &[projection])?,
             spec: PerLayerSpec {
-                table: self.rows(table)?,
+                table: self.rows(Role::PerLayerTable, table)?,
                 layers,
                 width: p.width,
                 norm: self.norm(Role::PerLayerProjNorm, p.width)?,
@@ -343,8 +354,8 @@ impl Builder<'_> {
                 let gate = self.checkpoint.expect(at(LayerRole::PerLayerGate), p.width, hidden)?;
                 let projection = self.checkpoint.expect(at(LayerRole::PerLayerProj), hidden, p.width)?;
                 Some(PerLayerBranch {
-                    gate: self.mat(&[gate])?,
-                    projection: self.mat(&[projection])?,
+                    gate: self.mat(at(LayerRole::PerLayerGate), &[gate])?,
+                    projection: self.mat(at(LayerRole::PerLayerProj), &[projection])?,
                     post_norm: self.norm(at(LayerRole::PostPerLayerNorm), hidden)?,
                     activation: self.config.activation,
                 })
@@ -389,8 +400,8 @@ impl Builder<'_> {
             }),
         };
         Ok(Attention {
-            qkv: self.mat(&parts)?,
-            out: self.mat(&[out])?,
+            qkv: self.mat(at(LayerRole::QProj), &parts)?,
+            out: self.mat(at(LayerRole::OProj), &[out])?,
             qkv_act: self.shared_act("qkv", width, ActKind::F32)?,
             heads_act: self.shared_act("heads", q_rows, ActKind::Input)?,
             finish: QkvSpec {
@@ -421,8 +432,8 @@ impl Builder<'_> {
         let down = self.checkpoint.expect(at(LayerRole::Down), hidden, width)?;
         Ok(Dense {
             norm: self.norm(at(LayerRole::PreFfnNorm), hidden)?,
-            gate_up: self.mat(&[gate, up])?,
-            down: self.mat(&[down])?,
+            gate_up: self.mat(at(LayerRole::Gate), &[gate, up])?,
+            down: self.mat(at(LayerRole::Down), &[down])?,
             gate_up_act: self.shared_act("gate_up", 2 * width, ActKind::F32)?,
             hidden_act: self.shared_act("mlp_hidden", width, ActKind::Input)?,
             activation: self.config.activation,
@@ -463,7 +474,7 @@ impl Builder<'_> {
             dense,
             dense_post: self.norm(at(LayerRole::PostFfnNorm1), hidden)?,
             router_norm: Norm { gain: router_gain, eps: self.config.eps },
-            router: self.mat(&[router])?,
+            router: self.mat(at(LayerRole::Router), &[router])?,
             route: RouteSpec {
                 experts: m.experts,
                 top_k: m.top_k,
@@ -474,8 +485,8 @@ impl Builder<'_> {
                 experts: m.experts,
                 top_k: m.top_k,
                 width: m.width,
-                gate_up: self.grouped_mat(&gate_up, 2 * m.width)?,
-                down: self.grouped_mat(&down, hidden)?,
+                gate_up: self.grouped_mat(at(LayerRole::ExpertsGateUp), &gate_up, 2 * m.width)?,
+                down: self.grouped_mat(at(LayerRole::ExpertsDown), &down, hidden)?,
                 activation: self.config.activation,
             },
             expert_post: self.norm(at(LayerRole::PostFfnNorm2), hidden)?,

@@ -18,9 +18,11 @@ mod layer;
 pub mod model;
 mod moe;
 mod per_layer;
+mod requantise;
 
 pub use build::{BuildOptions, EmbedScale, Progress};
 pub use config::{Config, Family, LayerConfig, MoeConfig, PerLayerConfig, Rope, VisionBlocks};
 pub use error::{Error, Result};
 pub use forward::forward;
 pub use model::{Limits, Model};
+pub use requantise::{Encoding, Requantise};

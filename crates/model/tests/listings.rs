@@ -19,7 +19,7 @@ fn model(variant: Variant) -> Model {
         other => panic!("{other:?}"),
     };
     let limits = Limits { rows: 8, head_rows: 3 };
-    let options = BuildOptions { limits, embed_scale: EmbedScale::Bf16 };
+    let options = BuildOptions { limits, embed_scale: EmbedScale::Bf16, requantise: Default::default() };
     Model::build(config, &checkpoint, &mut ReferenceBackend::new(), &options, &mut |_| {}).unwrap()
 }
 

@@ -40,6 +40,9 @@ pub enum KvFormat {
     Bf16,
     /// Blocks of 32 signed bytes under one f16 scale, 34 bytes a block.
     Q8_0,
+    /// FP8 E4M3 under two scales a layer, for keys and for values, which the device derives from what bounds them: the
+    /// norm of the keys, and that of the values, which has no weight.
+    Fp8,
 }
 
 impl KvFormat {
@@ -49,6 +52,7 @@ impl KvFormat {
             KvFormat::F32 => head_dim * 4,
             KvFormat::F16 | KvFormat::Bf16 => head_dim * 2,
             KvFormat::Q8_0 => head_dim / 32 * 34,
+            KvFormat::Fp8 => head_dim,
         }
     }
 
@@ -59,6 +63,7 @@ impl KvFormat {
             KvFormat::F16 => "f16",
             KvFormat::Bf16 => "bf16",
             KvFormat::Q8_0 => "q8_0",
+            KvFormat::Fp8 => "fp8",
         }
     }
 }

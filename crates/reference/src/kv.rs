@@ -33,6 +33,9 @@ impl KvStore {
                     "a change of the shape or format of allocated keys and values".into(),
                 ));
             }
+            if group.format == KvFormat::Fp8 {
+                return Err(unsupported("keys and values in fp8".into()));
+            }
             if group.format == KvFormat::Q8_0
                 && let Some(l) = group.layers.iter().find(|l| !l.head_dim.is_multiple_of(32))
             {
@@ -125,6 +128,7 @@ fn round(format: KvFormat, values: &mut [f32]) {
         KvFormat::F16 => values.iter_mut().for_each(|v| *v = f16::from_f32(*v).to_f32()),
         KvFormat::Bf16 => values.iter_mut().for_each(|v| *v = bf16::from_f32(*v).to_f32()),
         KvFormat::Q8_0 => values.chunks_mut(32).for_each(round_q8_0),
+        KvFormat::Fp8 => unreachable!("pools of it are refused"),
     }
 }
 

@@ -10,10 +10,12 @@ use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header}
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use futures_util::FutureExt;
+use tracing::Instrument;
 
 use crate::app::App;
 use crate::error::ApiError;
 use crate::ids;
+use crate::spans;
 
 /// Longest request id that is taken over from a client.
 const MAX_ID: usize = 128;
@@ -56,13 +58,17 @@ pub async fn around(State(app): State<App>, mut request: Request, next: Next) ->
     let route = request.extensions().get::<MatchedPath>().map_or("none", |m| m.as_str()).to_owned();
     let origin = request.headers().get(header::ORIGIN).cloned();
 
+    let span = spans::exchange(&method, &route, &id, request.headers());
     let preflight = method == Method::OPTIONS && origin.is_some() && !app.options().cors.is_empty();
     let response = match allow(&app, &request) {
         // A browser asks whether it may ask; the headers below answer.
         Ok(()) if preflight => StatusCode::NO_CONTENT.into_response(),
-        Ok(()) => AssertUnwindSafe(next.run(request)).catch_unwind().await.unwrap_or_else(|_| {
-            ApiError::internal("the request caused a panic in the server; this is a bug").into_response()
-        }),
+        Ok(()) => AssertUnwindSafe(next.run(request).instrument(span.clone()))
+            .catch_unwind()
+            .await
+            .unwrap_or_else(|_| {
+                ApiError::internal("the request caused a panic in the server; this is a bug").into_response()
+            }),
         Err(error) => error.into_response(),
     };
     let mut response = in_dialect(response, &method, &path, &id);
@@ -73,6 +79,7 @@ pub async fn around(State(app): State<App>, mut request: Request, next: Next) ->
 
     let status = response.status().as_u16();
     app.metrics().http(known_method(&method), &route, status);
+    span.record("http.response.status_code", status);
     let took_s = arrived.elapsed().as_secs_f64();
     // Probes and scrapes come every few seconds for ever.
     match route.starts_with("/health") || route == "/metrics" {

@@ -21,6 +21,7 @@ mod openapi;
 mod options;
 mod replies;
 mod routes;
+mod spans;
 mod sse;
 mod wire;
 

@@ -8,6 +8,7 @@ use lapidary::service::{FinishKind, Reply, RequestError, ServiceEvent, ServiceUs
 use crate::app::App;
 use crate::error::ApiError;
 use crate::layers::RequestId;
+use crate::spans::Inference;
 
 /// All replies to a request. Dropping it cancels what still runs.
 #[derive(Debug)]
@@ -121,6 +122,7 @@ pub struct Watch {
     id: RequestId,
     route: &'static str,
     arrived: Instant,
+    spans: Inference,
     first_token: Option<f64>,
     usage: ServiceUsage,
     failed: Option<RequestError>,
@@ -133,6 +135,7 @@ impl Watch {
     /// Begins with a request's arrival.
     pub fn new(app: App, id: RequestId, route: &'static str) -> Self {
         Watch {
+            spans: Inference::begin(route, app.model_name(None).unwrap_or_default()),
             app,
             id,
             route,
@@ -158,6 +161,7 @@ impl Watch {
             {
                 let first = self.arrived.elapsed().as_secs_f64();
                 metrics.first_token.record(first);
+                self.spans.first_token();
                 self.first_token = Some(first);
             }
             ServiceEvent::Finished { reason, usage, .. } => {
@@ -213,6 +217,7 @@ impl Drop for Watch {
             None if left => "the client left".to_owned(),
             None => "done".to_owned(),
         };
+        self.spans.end(usage, &outcome);
         tracing::info!(
             request_id = self.id.as_str(),
             route = self.route,

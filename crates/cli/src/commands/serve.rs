@@ -12,6 +12,8 @@ use lapidary::service::{PrefixDir, PrefixOptions, ServiceOptions};
 use lapidary_server::listen::{self, ListenOptions};
 use lapidary_server::{App, Keys, ServerOptions};
 use tokio::net::TcpListener;
+use tracing_subscriber::filter::{LevelFilter, filter_fn};
+use tracing_subscriber::prelude::*;
 
 use crate::failure::Usage;
 use crate::model_args::{ComputeFlag, LoadArgs, ModelArgs};
@@ -171,7 +173,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     if !args.host.is_loopback() && options.keys.is_empty() {
         eprintln!("note: everybody who reaches {} may use the model; --api-key-file sets keys", args.host);
     }
-    start_log(args);
+    let _spans = start_log(args)?;
     let scheme = if tls.is_some() { "https" } else { "http" };
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let address = SocketAddr::new(args.host, args.port);
@@ -223,15 +225,48 @@ fn options(args: &Args) -> anyhow::Result<ServerOptions> {
     })
 }
 
-fn start_log(args: &Args) {
+/// Starts the log and, where the environment names a collector, the spans; those left are sent when the result is dropped.
+fn start_log(args: &Args) -> anyhow::Result<Spans> {
     let level = match args.log_level {
-        LogLevel::Warn => tracing::Level::WARN,
-        LogLevel::Info => tracing::Level::INFO,
-        LogLevel::Debug => tracing::Level::DEBUG,
+        LogLevel::Warn => LevelFilter::WARN,
+        LogLevel::Info => LevelFilter::INFO,
+        LogLevel::Debug => LevelFilter::DEBUG,
     };
-    let log = tracing_subscriber::fmt().with_max_level(level).with_target(false).with_writer(std::io::stderr);
-    match args.log_format {
-        LogFormat::Text => log.init(),
-        LogFormat::Json => log.json().flatten_event(true).init(),
+    let log = tracing_subscriber::fmt::layer().with_target(false).with_writer(std::io::stderr);
+    let log = match args.log_format {
+        LogFormat::Text => log.boxed(),
+        LogFormat::Json => log.json().flatten_event(true).boxed(),
+    };
+    // Spans are the collector's; the log has a line for each request.
+    let log = log.with_filter(filter_fn(|of| of.is_event())).with_filter(level);
+    let (spans, layer) = spans()?;
+    tracing_subscriber::registry().with(layer).with(log).init();
+    Ok(spans)
+}
+
+#[cfg(feature = "otel")]
+type Spans = Option<crate::spans::Exporter>;
+#[cfg(not(feature = "otel"))]
+type Spans = ();
+
+type Layer = Box<dyn tracing_subscriber::Layer<tracing_subscriber::Registry> + Send + Sync>;
+
+#[cfg(feature = "otel")]
+fn spans() -> anyhow::Result<(Spans, Option<Layer>)> {
+    let exporter = crate::spans::Exporter::from_env()?;
+    let layer = exporter.as_ref().map(|exporter| {
+        let layer = tracing_opentelemetry::layer().with_tracer(exporter.tracer());
+        layer.with_filter(filter_fn(|of| of.target() == "lapidary::spans")).boxed()
+    });
+    Ok((exporter, layer))
+}
+
+#[cfg(not(feature = "otel"))]
+fn spans() -> anyhow::Result<(Spans, Option<Layer>)> {
+    if std::env::var("OTEL_EXPORTER_OTLP_ENDPOINT").is_ok_and(|url| !url.is_empty()) {
+        eprintln!(
+            "note: OTEL_EXPORTER_OTLP_ENDPOINT is set, but this build sends no spans; feature otel does"
+        );
     }
+    Ok(((), None))
 }

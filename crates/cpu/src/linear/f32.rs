@@ -9,7 +9,7 @@
 //! 8 vectors for 16 operations.
 
 use crate::level::Isa;
-#[cfg(any(target_arch = "x86_64", test))]
+#[cfg(target_arch = "x86_64")]
 use crate::level::Level;
 
 /// Partial sums of one output at the scalar level and at AVX-512.
@@ -131,7 +131,7 @@ pub(crate) fn dots<W: Weight>(
         Level::Avx512 => unsafe { x86::avx512::dots(x, w, k, out, out_stride) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: as above.
-        Level::Avx2 => unsafe { x86::avx2::dots(x, w, k, out, out_stride) },
+        Level::Avx2 | Level::AvxVnni => unsafe { x86::avx2::dots(x, w, k, out, out_stride) },
         _ => scalar(x, w, k, out, out_stride),
     }
 }
@@ -441,11 +441,8 @@ mod tests {
 
     #[test]
     fn dots_match_f64_at_every_level_and_blocking() {
-        for level in [Level::Scalar, Level::Avx2, Level::Avx512] {
-            let Some(isa) = Isa::new(Some(level)) else {
-                eprintln!("this processor lacks {level}");
-                continue;
-            };
+        for isa in Isa::here() {
+            let level = isa.level();
             for k in [1, 7, 8, 15, 16, 96, 160, 333, 640, 2112] {
                 let (m, n, stride) = (7, 11, k + 3);
                 let x = values(m * stride, 1);

@@ -111,7 +111,7 @@ impl CpuOps<'_> {
 /// weights as they are, all where they are decoded first.
 pub(crate) fn rows_at_once(weights: &Weights, x: &Buffer, count: usize) -> usize {
     match weights {
-        Weights::Tiles(_) if x.has_blocks() => {
+        weights if weights.takes_blocks() && x.has_blocks() => {
             let fitting = X_BYTES / crate::int8::activations::row_bytes(x.width()).max(1);
             (fitting / 8 * 8).clamp(8, X_BLOCK)
         }
@@ -130,10 +130,11 @@ pub(crate) fn tile_values(
     decoded: &mut Grow,
     out: &mut [f32],
 ) {
-    if let (Weights::Tiles(tiles), Some(blocks)) = (weights, x.blocks)
+    if let Some(blocks) = x.blocks
         && first.is_multiple_of(TILE)
+        && weights.product(first / TILE, rows, blocks, decoded, out)
     {
-        return tiles.product(first / TILE, rows.div_ceil(TILE), blocks, out);
+        return;
     }
     let k = weights.cols();
     // SAFETY: every bit pattern is a number of each type, as the formats define them.

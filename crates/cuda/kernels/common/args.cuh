@@ -49,6 +49,7 @@ struct Columns {
   const int* soft;           // which of the given embeddings, or -1
   const float* soft_values;  // [soft rows, width]
   const int* heads;          // rows whose logits are wanted
+  const int* steer;          // steering set, or -1; nothing where no row is steered
 };
 
 // The batch row that active row `r` is; `map` is null while all rows are active.

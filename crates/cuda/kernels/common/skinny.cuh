@@ -55,6 +55,8 @@ struct RoutedArgs {
   int router_blocks, pad;
 };
 
+extern __shared__ __align__(128) uint8_t sm[];
+
 __device__ __forceinline__ void consumers_sync() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
 
 // u / d for a divisor whose reciprocal the host knows: exact for u * d < 2^31. Integer division costs 40 cycles and more, and what stands
@@ -72,7 +74,6 @@ template <class F, int CW, int NS, int MS, int NT, bool XS, Mode MODE>
 __device__ __forceinline__ void skinny_body(const SkinnyArgs& a, int u0, int ustep, const SkinnyArgs& side, int side_jobs) {
   constexpr int STAGE = 8 * CW * MS * F::CB, PIECES = F::KC / 64, SETS = MS * NT == 1 ? 2 : 1;  // two sets of sums where one would be a chain
   constexpr int SCALES = 8 * CW * MS * 16;  // EXPERT_DOWN: row scales of a stage, 16 for each strip of each expert in it
-  extern __shared__ __align__(128) uint8_t sm[];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   float* scratch = (float*)(sm + NS * STAGE + warp * MS * F::SCRATCH);
   float* red = (float*)(sm + NS * STAGE + 8 * MS * F::SCRATCH);
@@ -374,7 +375,6 @@ __device__ __forceinline__ void skinny_body(const SkinnyArgs& a, int u0, int ust
   }
 #define SKINNY_ROUTED(NAME, F, CW, NS, NT, XS)                                                                            \
   extern "C" __global__ void __launch_bounds__(288, 2) NAME(const __grid_constant__ RoutedArgs p) {                        \
-    extern __shared__ __align__(128) uint8_t sm[];                                                                         \
     const int block = blockIdx.x, routers = p.router_blocks;                                                               \
     if (block < routers) router_body(p.router, block, routers, sm);                                                        \
     else skinny_body<F, CW, NS, 1, NT, XS, DENSE>(p.product, block - routers, gridDim.x - routers, p.product, 0);          \

@@ -164,15 +164,15 @@ impl Pinned {
         unsafe { std::slice::from_raw_parts(self.ptr, self.len) }
     }
 
-    /// Where kernels find it: addresses of the host and the device are the same.
-    pub fn ptr(&self) -> DevPtr {
-        DevPtr(self.ptr as u64)
-    }
-
     /// The same as whole numbers of four bytes.
     pub fn floats(&self) -> &[f32] {
         // SAFETY: the driver aligns to pages, every pattern is a float, and the length is rounded down.
         unsafe { std::slice::from_raw_parts(self.ptr.cast(), self.len / 4) }
+    }
+
+    /// Where kernels find it: with unified addressing, which every 64-bit system has, at the host's own address.
+    pub fn device(&self) -> DevPtr {
+        DevPtr(self.ptr as u64)
     }
 
     /// The bytes, to be written while the device does not read them.

@@ -8,12 +8,14 @@ mod context;
 mod graph;
 mod memory;
 mod module;
+mod staging;
 mod stream;
 
 pub use context::{Context, DeviceInfo, driver_version, toolkit_needs};
 pub use graph::Graph;
 pub use memory::{Arena, Block, DevPtr, Pinned};
 pub use module::{Function, Kernel, Kernels, built_architectures, toolkit};
+pub use staging::Staging;
 pub use stream::{Event, Stream};
 
 use std::ffi::CStr;

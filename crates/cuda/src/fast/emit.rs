@@ -1,12 +1,13 @@
 //! Queueing steps: which kernel carries out which, and what falls back to the verbs of the float32 mode.
 
-use lapidary_ops::{Act, Activation, Error, Mat, Norm, Ops, Result};
+use lapidary_ops::{Act, Activation, Error, Mat, Norm, Ops, Result, TapPoint};
 
 use super::experts::{GatedVerb, RouterVerb, packed_experts};
 use super::fuse::{Residual, Step, fuse};
 use super::{Recorder, Verb};
 use crate::driver::DevPtr;
 use crate::kernels::gemm_prefill;
+use crate::kernels::hooks::Source;
 use crate::kernels::producers::{self, Ahead, Argmax, Branch, NormOut};
 use crate::kernels::skinny_gemm::{self, Gate, Linear, MAX_PLANES, MAX_ROWS, Output, Weights};
 use crate::ops::CudaOps;
@@ -15,7 +16,8 @@ use crate::workspace::Piece;
 /// Runs a program by way of steps.
 pub(crate) fn run(ops: &mut CudaOps<'_>, program: &(dyn Fn(&mut dyn Ops) + Sync)) {
     let batch = &ops.on.upload.batch;
-    let mut recorder = Recorder::new(&batch.taps, batch.heads.len() == batch.tokens.len());
+    let keeps_all = batch.heads.len() == batch.tokens.len();
+    let mut recorder = Recorder::new(&batch.taps, ops.on.hooks.layers(), keeps_all);
     program(&mut recorder);
     let acts = &ops.on.acts;
     let fits = |x: Act| {
@@ -35,11 +37,20 @@ pub(super) const SKINNY_ROWS: usize = 64;
 /// A product's sums that nobody has added up yet: float32 `[plane][rows][stride]`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Planes {
-    pub(super) act: Act,
+    pub(crate) act: Act,
     pub(super) ptr: DevPtr,
     pub(super) count: usize,
     pub(super) plane_stride: usize,
     pub(super) stride: usize,
+}
+
+impl Planes {
+    /// As copies for the host take it.
+    pub fn source(&self) -> Source {
+        let (plane_stride, planes, stride) =
+            (self.plane_stride as u64, self.count as i32, self.stride as i32);
+        Source { p: self.ptr, plane_stride, planes, stride, ..Source::NONE }
+    }
 }
 
 impl Step {
@@ -59,6 +70,7 @@ impl Step {
             Step::Experts { out, x, routes, .. } => (vec![*x, *routes], vec![*out]),
             Step::PerLayer(p) => uses_of(&p.parts()),
             Step::GatedRouter(both) | Step::LinearExperts(both) => uses_of(&both[..]),
+            Step::TapBranches { y, z, .. } => (vec![y.0, z.0], vec![]),
         }
     }
 }
@@ -98,6 +110,7 @@ impl CudaOps<'_> {
                     self.routed = false;
                 }
             }
+            &Step::TapBranches { point, y, z } => self.verb(|s| s.tap_branches(point, y, z)),
             &Step::Experts { out, x, routes, spec } => {
                 if self.routed {
                     let planes = [1, self.planes_for(out, later)];
@@ -186,6 +199,10 @@ impl CudaOps<'_> {
             return 1;
         }
         let uses = |s: &&Step| {
+            // A tap adds planes up for itself.
+            if matches!(s, Step::Verb(Verb::Tap(..)) | Step::TapBranches { .. }) {
+                return false;
+            }
             let (reads, writes) = s.uses();
             reads.contains(&out) || writes.contains(&out)
         };
@@ -236,6 +253,15 @@ impl CudaOps<'_> {
             planes: p.count as i32,
             stride: p.stride as i32,
         }
+    }
+
+    /// Copies out the sum of two branches that the step after it norms and adds once more.
+    fn tap_branches(&mut self, point: TapPoint, y: (Act, Norm), z: (Act, Norm)) -> Result<()> {
+        let width = self.act(y.0).width;
+        let [first, second] = [y, z].map(|(act, norm)| -> Result<Source> {
+            Ok(Source { gain: self.gain(norm.gain, width as usize)?, ..self.source(act) })
+        });
+        self.copy_out(point, first?, Some((second?, y.1.eps)), width)
     }
 
     fn residual(&mut self, r: &Residual) -> Result<()> {
@@ -307,7 +333,7 @@ impl CudaOps<'_> {
     }
 
     /// The one run of a matrix that is packed in one form.
-    pub(super) fn one_run(&self, w: Mat) -> Option<Weights> {
+    pub(crate) fn one_run(&self, w: Mat) -> Option<Weights> {
         match self.on.mats[w.0 as usize].packed.as_ref().map(|p| &p.runs[..]) {
             Some(&[(0, weights)]) => Some(weights),
             _ => None,

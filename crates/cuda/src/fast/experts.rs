@@ -1,13 +1,15 @@
 //! Routed experts in the fast mode: the router's kernel lists who was chosen, and experts read the list.
 
-use lapidary_ops::{Act, Activation, ExpertSpec, Mat, Result, RouteSpec};
+use lapidary_ops::{Act, Activation, ExpertSpec, Mat, Result, RouteSpec, TapPoint};
 
 use super::Verb;
 use super::emit::{Planes, SKINNY_ROWS, gate, not_packed};
 use super::fuse::Step;
+use crate::args::Rows;
 use crate::driver::DevPtr;
 use crate::kernels::gemm_prefill::{self, Combine, Grouped, Lists};
 use crate::kernels::producers::{self, Router};
+use crate::kernels::rows;
 use crate::kernels::skinny_experts::{self, ExpertsDown, ExpertsUp};
 use crate::kernels::skinny_gemm::{Chosen, Linear, MAX_ROWS, Weights};
 use crate::matrix::Matrix;
@@ -106,14 +108,12 @@ impl CudaOps<'_> {
     fn routed(&mut self, call: RouterVerb) -> Result<()> {
         let RouterVerb { routes, w, spec, .. } = call;
         self.left.weight_bytes += self.on.mats[w.0 as usize].bytes as u64;
-        if self.rows > 1 && !self.on.upload.batch.taps.points.is_empty() {
+        let tapped = self.on.upload.batch.taps.points.iter().any(|p| matches!(p, TapPoint::Routes(_)));
+        if self.rows > 1 && tapped {
             let (r, k) = (self.act(routes), 2 * spec.top_k);
             let (_, routes_at) = self.dense_routes(spec.experts, spec.top_k)?;
-            for row in 0..self.rows {
-                let (to, from) = (r.ptr.at(row * r.stride as usize * 4), routes_at.at(row * k * 4));
-                // SAFETY: both hold the row.
-                unsafe { self.on.stream.copy(to, from, k * 4)? };
-            }
+            // SAFETY: both hold as many rows.
+            unsafe { rows::cast(self.on.queue(), r, Rows::floats(routes_at, k), self.rows)? };
         }
         self.routed = true;
         Ok(())

@@ -1,6 +1,6 @@
 //! Joining verbs into steps.
 
-use lapidary_ops::{Act, Activation, ExpertSpec, Mat, Norm, Phase, RouteSpec};
+use lapidary_ops::{Act, Activation, ExpertSpec, Mat, Norm, Phase, RouteSpec, TapPoint};
 
 use super::Verb;
 
@@ -15,6 +15,8 @@ pub(crate) enum Step {
     GateTimes { out: Act, gate: Act, x: Act, w: Mat, inputs: Act, layer: usize, f: Activation },
     /// Router logits, and the choice made by them.
     Router { routes: Act, logits: Act, x: Act, w: Mat, spec: RouteSpec },
+    /// A tap of the sum of two normed branches that the next [`Residual`] makes; nothing of it is left anywhere.
+    TapBranches { point: TapPoint, y: (Act, Norm), z: (Act, Norm) },
     /// Experts whose choice a [`Step::Router`] made.
     Experts { out: Act, x: Act, routes: Act, spec: ExpertSpec },
     /// The per-layer branch with the residual steps before and behind it.
@@ -78,6 +80,12 @@ pub(crate) fn fuse(verbs: Vec<Verb>, fits: &dyn Fn(Act) -> bool) -> Vec<Step> {
     let mut branches = two_branches(&mut list, fits);
     for i in 0..list.len() {
         let Some(verb) = list[i].take() else { continue };
+        if let Verb::Tap(point, y) = verb
+            && let Some(b) = branches.iter().find(|b| b.taps.contains(&i))
+        {
+            steps.push(Step::TapBranches { point, y: (y, b.first), z: (b.z, b.second) });
+            continue;
+        }
         let step = match verb {
             Verb::NormAdd(x, y, norm) if fits(x) => {
                 let own = branches.iter().position(|b| b.at == i).map(|b| branches.swap_remove(b));
@@ -220,6 +228,8 @@ struct Branches {
     z: Act,
     second: Norm,
     plain: Vec<Verb>,
+    /// Taps of the sum.
+    taps: Vec<usize>,
 }
 
 /// Takes out `y = rms(y)`, `y += rms(z)` where nothing else touches `y` (or writes `z`) before `x += rms(y)`.
@@ -235,21 +245,27 @@ fn two_branches(list: &mut [Option<Verb>], fits: &dyn Fn(Act) -> bool) -> Vec<Br
         let Some(i) = last_use(list, j, y) else { continue };
         let Some(Verb::RmsNorm(out, from, first)) = list[i] else { continue };
         let between = list[j + 1..at].iter().flatten().any(|v| v.uses().1.contains(&z));
-        if same != y || out != y || from != y || between || second.eps != first.eps {
+        let is_tap = |n: &usize| matches!(list[*n], Some(Verb::Tap(_, of)) if of == y);
+        let taps = (j + 1..at).filter(is_tap).collect();
+        // A tap of what is not there yet: the norm of one branch alone.
+        let inside = (i + 1..j).any(|n| is_tap(&n));
+        if same != y || out != y || from != y || between || inside || second.eps != first.eps {
             continue;
         }
         let plain = [i, j].iter().filter_map(|&n| list[n].take()).collect();
-        found.push(Branches { at, first, z, second, plain });
+        found.push(Branches { at, first, z, second, plain, taps });
     }
     found
 }
 
-/// The last verb before `end` that reads or writes `act`.
+/// The last verb before `end` that reads or writes `act`, taps aside.
 fn last_use(list: &[Option<Verb>], end: usize, act: Act) -> Option<usize> {
     (0..end).rev().find(|&n| {
         list[n].as_ref().is_some_and(|v| {
-            let (reads, writes) = v.uses();
-            reads.contains(&act) || writes.contains(&act)
+            !matches!(v, Verb::Tap(..)) && {
+                let (reads, writes) = v.uses();
+                reads.contains(&act) || writes.contains(&act)
+            }
         })
     })
 }
@@ -482,6 +498,31 @@ mod tests {
             let steps = fused(verbs);
             assert!(!steps.iter().any(|s| matches!(s, Step::PerLayer(_))), "{steps:?}");
         }
+    }
+
+    #[test]
+    fn a_tap_of_two_branches_leaves_them_joined() {
+        let verbs = |tap: Option<usize>| {
+            let mut verbs = vec![
+                Verb::Linear(Y, IN, Mat(0)),
+                Verb::RmsNorm(Y, Y, norm(2)),
+                Verb::Linear(Z, IN2, Mat(1)),
+                Verb::NormAdd(Y, Z, norm(4)),
+                Verb::NormAdd(X, Y, norm(5)),
+            ];
+            if let Some(at) = tap {
+                verbs.insert(at, Verb::Tap(TapPoint::Mlp(3), Y));
+            }
+            verbs
+        };
+        let mut steps = fused(verbs(Some(4)));
+        let tap = Step::TapBranches { point: TapPoint::Mlp(3), y: (Y, norm(2)), z: (Z, norm(4)) };
+        assert_eq!(steps.remove(2), tap);
+        assert_eq!(steps, fused(verbs(None)));
+        // Of one branch alone there is a value only where the verbs run one by one.
+        let steps = fused(verbs(Some(2)));
+        assert!(steps.iter().any(|s| matches!(s, Step::Verb(Verb::Tap(..)))));
+        assert!(steps.iter().all(|s| !matches!(s, Step::Residual(r) if r.branches.is_some())), "{steps:?}");
     }
 
     #[test]

@@ -1,14 +1,20 @@
 //! Heads in the fast mode: norms, rotation and cache, then attention for few rows or for many.
 
-use lapidary_ops::{Act, AttnSpec, Error, QkvSpec, Result, ValueSource};
+use lapidary_ops::{Act, AttnSpec, Error, KvFormat, QkvSpec, Result, TapPoint, ValueSource};
 
+use crate::args::{Pool, Rows, kv_code};
 use crate::driver::DevPtr;
 use crate::kernels::attn_decode::{self, AttnDecode, KvColumns, PageShape};
 use crate::kernels::attn_prefill;
 use crate::kernels::producers::{self, Ahead, Finish};
+use crate::kernels::rows;
 use crate::kernels::skinny_gemm::MAX_ROWS;
 use crate::ops::CudaOps;
 use crate::workspace::Piece;
+
+fn is_fp8(pool: &Pool) -> bool {
+    pool.format == kv_code(KvFormat::Fp8)
+}
 
 /// Rows of one call of the attention kernel, which counts its blocks in a table of fixed size.
 const ATTENTION_ROWS: usize = 128;
@@ -27,6 +33,8 @@ impl CudaOps<'_> {
     }
 
     pub(super) fn finish_heads(&mut self, qkv: Act, spec: &QkvSpec, ahead: Ahead) -> Result<()> {
+        self.bound_cache(spec)?;
+        let pool = spec.kv.map(|kv| self.on.kv.pool(kv.cache));
         let (v, rope, d) = (self.act(qkv), self.act(spec.rope), spec.head_dim);
         let values_are_keys = spec.kv.is_some_and(|kv| kv.values == ValueSource::Keys);
         let parts = match spec.kv {
@@ -44,15 +52,17 @@ impl CudaOps<'_> {
             Some(kv) => (self.gain(kv.k_norm.gain, d)?, kv.k_norm.eps),
             None => (DevPtr::NULL, 0.0),
         };
+        let wanted = |p: &TapPoint| matches!(p, TapPoint::Qkv(_));
+        let store_q = self.on.upload.batch.taps.points.iter().any(wanted);
         let call = Finish {
             qkv: sums.ptr,
             qkv_stride: sums.stride,
             plane_stride: sums.plane_stride,
             planes: sums.count,
-            store_q: !self.on.upload.batch.taps.points.is_empty() && sums.count == 1,
+            store_q,
             rows: self.rows,
             heads: spec.heads,
-            pages: PageShape { kv_heads: spec.kv_heads, head_dim: d, fp8: false },
+            pages: PageShape { kv_heads: spec.kv_heads, head_dim: d, fp8: pool.is_some_and(|p| is_fp8(&p)) },
             writes: spec.kv.is_some(),
             values_are_keys,
             q_norm,
@@ -62,15 +72,22 @@ impl CudaOps<'_> {
             rope_stride: rope.stride as usize,
             cell: self.on.upload.columns.cell[group],
             map: self.map(),
-            pool: spec.kv.map_or(DevPtr::NULL, |kv| self.on.kv.pool(kv.cache).ptr),
-            kv_scales: [1.0; 2],
+            pool: pool.map_or(DevPtr::NULL, |p| p.ptr),
+            kv_scales: pool.map_or([1.0; 2], |p| p.scales),
             q,
             q_stride: spec.heads * d,
             ahead,
         };
         self.query_width = spec.heads * d;
         // SAFETY: widths agree, and the uploaded cells are in the pools.
-        unsafe { Ok(producers::finish(self.on.queue(), &call)?) }
+        unsafe { producers::finish(self.on.queue(), &call)? };
+        if store_q && sums.ptr != v.ptr {
+            let (stride, width) = (sums.stride as i32, (spec.heads * d) as i32);
+            let made = Rows { ptr: sums.ptr, stride, width, bf16: 0, pad: 0 };
+            // SAFETY: the first plane holds the queries of every row, and the buffer is at least as wide.
+            unsafe { rows::cast(self.on.queue(), v.columns(0, width as usize), made, self.rows)? };
+        }
+        Ok(())
     }
 
     /// Rows are dropped between the queries' making and their use: the kept ones move to the front here too.
@@ -81,9 +98,9 @@ impl CudaOps<'_> {
         let ptr = self.queries(self.query_width)?;
         let (heads, count) = (self.on.upload.columns.heads, self.on.upload.batch.heads.len());
         let width = self.query_width as i32;
-        let rows = crate::args::Rows { ptr, stride: width, width, bf16: 1, pad: 0 };
+        let queries = Rows { ptr, stride: width, width, bf16: 1, pad: 0 };
         // SAFETY: heads are rows of the batch, ascending.
-        unsafe { Ok(crate::kernels::rows::keep_rows(self.on.queue(), rows, heads, count)?) }
+        unsafe { Ok(rows::keep_rows(self.on.queue(), queries, heads, count)?) }
     }
 
     pub(super) fn attend(&mut self, out: Act, spec: &AttnSpec) -> Result<()> {
@@ -95,7 +112,7 @@ impl CudaOps<'_> {
         if o.bf16 == 0 {
             return Err(Error::Device("attention into a float32 buffer in the fast mode".into()));
         }
-        let pages = PageShape { kv_heads: spec.kv_heads, head_dim: d, fp8: false };
+        let pages = PageShape { kv_heads: spec.kv_heads, head_dim: d, fp8: is_fp8(&pool) };
         if spec.softcap.is_some() {
             let what = "a cap on attention scores in the fast mode".into();
             return Err(Error::Unsupported { device: "cuda".into(), what });
@@ -124,13 +141,13 @@ impl CudaOps<'_> {
             rows: self.rows,
             batch_rows: self.on.upload.batch.tokens.len(),
             window: spec.window,
-            scale: spec.scale,
-            v_scale: 1.0,
+            scale: spec.scale * pool.scales[0],
+            v_scale: pool.scales[1],
             workspace,
         };
         // Rows of one sequence share its pages; a batch of single tokens has nothing to share.
         let sequences = self.on.upload.batch.spans.len();
-        if self.map() == DevPtr::NULL && self.rows > MAX_ROWS && self.rows >= 2 * sequences {
+        if !pages.fp8 && self.map() == DevPtr::NULL && self.rows > MAX_ROWS && self.rows >= 2 * sequences {
             // SAFETY: widths agree, and the uploaded tables lead to pages of the pools.
             return unsafe { Ok(attn_prefill::attn_prefill(self.on.queue(), &call)?) };
         }

@@ -2,7 +2,8 @@
 //! carries out, and the steps are queued.
 //!
 //! [`Recorder`] takes a pass down. [`fuse`](fuse::fuse) joins what can be joined: it moves nothing across a verb that
-//! reads or writes the same buffers, so a tap between two verbs only keeps them apart. What has no kernel of its own,
+//! reads or writes the same buffers. A tap keeps nothing apart: it takes what it wants from where the steps leave it, so
+//! that a pass with taps runs the kernels of one without. What has no kernel of its own,
 //! by its shape or because it is rare, runs on the verbs of the float32 mode, which read and write bf16 inputs too.
 //! A pass that is decoded is recorded as a graph, so none of this is done again.
 
@@ -17,6 +18,8 @@ mod weights;
 pub(crate) use emit::{Planes, run};
 pub(crate) use random::{Tiles, repeat};
 pub(crate) use weights::{PackOptions, Packed, ROUTER_ROWS, decoded, float_view, keeps_file_form};
+
+use std::collections::BTreeSet;
 
 use lapidary_ops::{
     Act, Activation, AttnSpec, ExpertSpec, Gain, Mat, Norm, Ops, PerLayerSpec, Phase, QkvSpec, RouteSpec,
@@ -84,14 +87,16 @@ pub(crate) struct Recorder {
     /// What was called, in order.
     pub verbs: Vec<Verb>,
     taps: TapSet,
+    /// Layers at which some steering set has an edit.
+    steered: BTreeSet<usize>,
     /// Whether every row is a head row, so that keeping them drops none.
     keeps_all: bool,
 }
 
 impl Recorder {
-    /// For a batch with these taps.
-    pub fn new(taps: &TapSet, keeps_all: bool) -> Recorder {
-        Recorder { verbs: Vec::new(), taps: taps.clone(), keeps_all }
+    /// For a batch with these taps, and sets that edit rows at the layers `steered`.
+    pub fn new(taps: &TapSet, steered: &BTreeSet<usize>, keeps_all: bool) -> Recorder {
+        Recorder { verbs: Vec::new(), taps: taps.clone(), steered: steered.clone(), keeps_all }
     }
 }
 
@@ -164,7 +169,9 @@ impl Ops for Recorder {
         self.verbs.push(Verb::Gated { out, gate_up, x, w, f });
     }
     fn steer(&mut self, x: Act, layer: usize) {
-        self.verbs.push(Verb::Steer(x, layer));
+        if self.steered.contains(&layer) {
+            self.verbs.push(Verb::Steer(x, layer));
+        }
     }
     fn mark(&mut self, phase: Phase) {
         self.verbs.push(Verb::Mark(phase));

@@ -4,10 +4,10 @@ use lapidary_formats::{Format, Scales, TensorView};
 use lapidary_ops::Result;
 
 use super::random::Tiles;
-use crate::driver::{Arena, DevPtr, Stream};
+use crate::driver::{Arena, DevPtr, Staging};
 use crate::kernels::skinny_gemm::Weights;
 use crate::matrix::Tied;
-use crate::pack::{PackedShape, pack_strips, row_scales, segments};
+use crate::pack::{Form, PackedShape, pack_strips, row_scales, segments};
 
 /// A packed matrix: runs of outputs, each of one form.
 #[derive(Debug)]
@@ -26,19 +26,24 @@ impl Packed {
         }
         Packed { runs, bytes }
     }
+
+    /// Whether single rows can be read from it as they are in `parts`: there is a kernel for the form, and packing rounded
+    /// nothing.
+    pub fn gathers(&self, parts: &[TensorView<'_>], random: bool) -> bool {
+        let exact = random || parts.iter().all(|p| Form::is_exact(p.format));
+        let row_form = |w: &Weights| matches!(w.shape.form, Form::Bf16 | Form::Fp8);
+        exact && matches!(&self.runs[..], [(0, weights)] if row_form(weights))
+    }
 }
 
 /// Where and how a matrix is packed.
 pub(crate) struct PackOptions<'a> {
     pub arena: &'a mut Arena,
-    pub stream: &'a Stream,
+    pub staging: &'a mut Staging,
     /// Puts these in the place of the values.
     pub random: Option<&'a mut Tiles>,
     pub tied: Tied,
 }
-
-/// Bytes packed at a time.
-const PIECE: usize = 64 << 20;
 
 impl PackOptions<'_> {
     /// Packs stacked parts; `None` where the kernels do not take their shape, and then they stay in the bytes of their
@@ -52,7 +57,7 @@ impl PackOptions<'_> {
             if !fits(shape) {
                 return Ok(None);
             }
-            let weights = tiles.fill(self.arena, self.stream, shape, self.tied)?;
+            let weights = tiles.fill(self.arena, self.staging.stream(), shape, self.tied)?;
             return Ok(Some(Packed::new(vec![(0, weights)], stacked, group_rows)));
         }
         let segments = segments(parts);
@@ -72,18 +77,12 @@ impl PackOptions<'_> {
         let mut at = 0;
         for part in parts {
             let own = PackedShape::of(part);
-            let at_once = (PIECE / own.strip_bytes()).max(1);
-            let mut first = 0;
-            while first < own.strips() {
-                let end = (first + at_once).min(own.strips());
-                let bytes = in_parallel(part, first..end, own.strip_bytes());
-                // SAFETY: the strips of all parts were taken; the memory is not pinned, so it is read by now.
-                unsafe { self.stream.upload(strips.at(at), &bytes)? };
-                at += bytes.len();
-                first = end;
-            }
+            let mut write = |from: usize, out: &mut [u8]| in_parallel(part, from / own.strip_bytes(), out);
+            // SAFETY: the strips of all parts were just taken.
+            unsafe { self.staging.fill(strips.at(at), own.bytes(), own.strip_bytes(), &mut write)? };
+            at += own.bytes();
         }
-        Ok(Weights { shape, strips, row_scales: put_row_scales(self.arena, self.stream, parts)? })
+        Ok(Weights { shape, strips, row_scales: put_row_scales(self.arena, self.staging, parts)? })
     }
 }
 
@@ -93,7 +92,11 @@ fn is_whole(shape: PackedShape, stacked: bool, group_rows: usize) -> bool {
 }
 
 /// Factors of outputs, where any part has one.
-pub(super) fn put_row_scales(arena: &mut Arena, stream: &Stream, parts: &[TensorView<'_>]) -> Result<DevPtr> {
+pub(super) fn put_row_scales(
+    arena: &mut Arena,
+    staging: &mut Staging,
+    parts: &[TensorView<'_>],
+) -> Result<DevPtr> {
     let each: Vec<Option<Vec<f32>>> = parts.iter().map(row_scales).collect();
     if each.iter().all(Option::is_none) {
         return Ok(DevPtr::NULL);
@@ -101,22 +104,23 @@ pub(super) fn put_row_scales(arena: &mut Arena, stream: &Stream, parts: &[Tensor
     let all = parts.iter().zip(each).flat_map(|(p, s)| s.unwrap_or_else(|| vec![1.0; p.rows]));
     let bytes: Vec<u8> = all.flat_map(f32::to_le_bytes).collect();
     let ptr = arena.take(bytes.len())?;
-    // SAFETY: as many bytes were taken; the memory is not pinned, so it is read by now.
-    unsafe { stream.upload(ptr, &bytes)? };
+    // SAFETY: as many bytes were just taken.
+    unsafe { staging.copy(ptr, &bytes)? };
     Ok(ptr)
 }
 
-fn in_parallel(part: &TensorView<'_>, strips: std::ops::Range<usize>, strip_bytes: usize) -> Vec<u8> {
-    let mut bytes = vec![0; strips.len() * strip_bytes];
-    let threads = std::thread::available_parallelism().map_or(1, |n| n.get()).min(strips.len());
-    let each = strips.len().div_ceil(threads.max(1)).max(1);
+/// Writes the strips from `first` on that fill `bytes`.
+fn in_parallel(part: &TensorView<'_>, first: usize, bytes: &mut [u8]) {
+    let strip_bytes = PackedShape::of(part).strip_bytes();
+    let strips = bytes.len() / strip_bytes;
+    let threads = std::thread::available_parallelism().map_or(1, |n| n.get()).min(strips);
+    let each = strips.div_ceil(threads.max(1)).max(1);
     std::thread::scope(|s| {
         for (i, out) in bytes.chunks_mut(each * strip_bytes).enumerate() {
-            let first = strips.start + i * each;
+            let first = first + i * each;
             s.spawn(move || pack_strips(part, first..first + out.len() / strip_bytes, out));
         }
     });
-    bytes
 }
 
 /// Rows up to which a matrix is so small that both forms are kept: a router multiplies with float32.

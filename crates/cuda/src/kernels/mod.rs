@@ -10,6 +10,7 @@ pub mod attn_prefill;
 pub mod bandwidth;
 pub mod gemm_prefill;
 pub mod heads;
+pub mod hooks;
 pub mod per_layer;
 pub mod probe;
 pub mod producers;

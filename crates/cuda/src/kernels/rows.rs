@@ -4,8 +4,10 @@ use lapidary_ops::Activation;
 
 use crate::args::{MatrixArgs, Rows, activation_code};
 use crate::driver::{DevPtr, Kernel};
-use crate::error::Result;
+use crate::error::{Error, Result};
+use crate::kernels::skinny_gemm::Weights;
 use crate::launch::{Args, Queue, Shape};
+use crate::pack::Form;
 
 const fn kernel(entry: &'static str) -> Kernel {
     Kernel::new("rows", entry)
@@ -45,6 +47,49 @@ pub unsafe fn embed(
     let shape = Shape::grid([rows as u32, (table.cols as u32).div_ceil(16 * threads), 1], threads);
     // SAFETY: the caller's.
     unsafe { queue.launch(kernel("embed"), shape, &EmbedArgs { out, table, tokens, scale }) }
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct PackedArgs {
+    out: Rows,
+    strips: DevPtr,
+    row_scales: DevPtr,
+    tokens: DevPtr,
+    chunks: i32,
+    fp8: i32,
+    scale: f32,
+    pad: i32,
+}
+
+// SAFETY: mirrors `PackedArgs` in kernels/rows.cu.
+unsafe impl Args for PackedArgs {}
+
+/// [`embed`] from a table that is packed for products, in bf16 or FP8.
+///
+/// # Errors
+/// `Shape` for another form.
+///
+/// # Safety
+/// The module's; every token is a row of the table.
+pub unsafe fn embed_packed(
+    queue: Queue<'_>,
+    out: Rows,
+    table: &Weights,
+    tokens: DevPtr,
+    scale: f32,
+    rows: usize,
+) -> Result<()> {
+    let fp8 = match table.shape.form {
+        Form::Bf16 => 0,
+        Form::Fp8 => 1,
+        other => return Err(Error::Shape { kernel: "embed_packed", what: other.name().into() }),
+    };
+    let chunks = table.shape.chunks() as i32;
+    let (strips, row_scales) = (table.strips, table.row_scales);
+    let args = PackedArgs { out, strips, row_scales, tokens, chunks, fp8, scale, pad: 0 };
+    // SAFETY: the caller's.
+    unsafe { queue.launch(kernel("embed_packed"), by_row(rows), &args) }
 }
 
 #[derive(Clone, Copy)]

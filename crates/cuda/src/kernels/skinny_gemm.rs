@@ -3,8 +3,8 @@
 //! One kernel serves a plain product, a gated pair of matrices, a product whose result is a gate for something else, and
 //! chosen experts. [`Choice::of`] decides strips a warp, where x is kept and how k is cut into planes.
 
+use super::skinny_shape::Variant;
 pub use super::skinny_shape::{Choice, most_rows};
-use super::skinny_shape::{SHARED_OF_TWO, Variant, Work};
 use crate::driver::DevPtr;
 use crate::error::{Error, Result};
 use crate::launch::{Args, Queue, Shape};

@@ -8,7 +8,7 @@ use lapidary_cuda::kernels::producers::{
 };
 use lapidary_formats::fp8::e4m3_to_f32;
 
-use crate::lab::{Judge, Lab, random, random_bf16};
+use crate::lab::{Judge, Lab, random};
 
 const EPS: f32 = 1e-6;
 

@@ -120,6 +120,10 @@ pub fn to_gguf_with(
     metadata::sampling(&mut writer, generation)?;
     if let Some(vocabulary) = &vocabulary {
         vocabulary.declare(&mut writer)?;
+        if !vocabulary.left_out.is_empty() {
+            let names = vocabulary.left_out.join(", ");
+            report.notes.push(format!("special tokens without a row in the embedding are left out: {names}"));
+        }
     }
     metadata::token_ids(&mut writer, &config, generation, vocabulary.as_ref())?;
     if let Some(template) = &options.chat_template {

@@ -37,6 +37,8 @@ pub(super) struct Vocabulary {
     pub(super) unknown: Option<u32>,
     /// The token that closes a turn of a conversation.
     pub(super) end_of_turn: Option<u32>,
+    /// Special tokens without a row, such as the image marker of text-only Gemma 3 checkpoints. No prompt can hold them.
+    pub(super) left_out: Vec<String>,
 }
 
 impl Vocabulary {
@@ -61,8 +63,13 @@ impl Vocabulary {
             }
         }
         let count = original.vocab_size() as usize;
-        if count > rows {
-            return Err(format!("{count} tokens for an embedding of {rows} rows"));
+        let mut left_out = Vec::new();
+        for id in rows as u32..count as u32 {
+            match original.piece(id) {
+                Ok(piece) if original.is_special(id) => left_out.push(piece.to_owned()),
+                Ok(_) => return Err(format!("{count} tokens for an embedding of {rows} rows")),
+                Err(_) => {}
+            }
         }
         let mut tokens = Vec::with_capacity(rows);
         let mut types = Vec::with_capacity(rows);
@@ -94,7 +101,8 @@ impl Vocabulary {
         }
         let end_of_turn = original.specials().turn_close;
         let merges = model["merges"].as_array().into_iter().flatten().map(merge);
-        Ok(Vocabulary { tokens, types, merges: merges.collect::<Result<_, _>>()?, unknown, end_of_turn })
+        let merges = merges.collect::<Result<_, _>>()?;
+        Ok(Vocabulary { tokens, types, merges, unknown, end_of_turn, left_out })
     }
 
     /// The list form loses some of what the JSON says, so the pieces that come back are held against the original's.
@@ -108,7 +116,7 @@ impl Vocabulary {
             ..GgufVocab::default()
         };
         let copy = Tokenizer::from_gguf(vocab).map_err(|e| e.to_string())?;
-        for id in 0..original.vocab_size() {
+        for id in 0..original.vocab_size().min(self.tokens.len() as u32) {
             let Ok(piece) = original.piece(id) else { continue };
             if copy.piece(id).ok() != Some(piece) || copy.is_special(id) != original.is_special(id) {
                 return Err(format!("token {id} ({piece:?}) means something else in a GGUF file"));

@@ -82,7 +82,12 @@ impl On {
         match self {
             On::Reference => Box::new(ReferenceBackend::new()),
             On::Cpu { threads } => {
-                let options = CpuOptions { threads: Some(threads), compute: Compute::F32, level: None };
+                let options = CpuOptions {
+                    threads: Some(threads),
+                    compute: Compute::F32,
+                    level: None,
+                    packed_experts: None,
+                };
                 Box::new(CpuBackend::new(options).expect("the CPU is a device"))
             }
             #[cfg(feature = "cuda")]
@@ -122,7 +127,7 @@ pub fn runner(folder: &Path, on: On, setup: Setup) -> Runner {
     let checkpoint = Checkpoint::open(folder).expect("checkpoint opens");
     let mut backend = on.backend();
     let limits = Limits { rows: setup.rows, head_rows: setup.head_rows };
-    let options = BuildOptions { limits, embed_scale: setup.scale };
+    let options = BuildOptions { limits, embed_scale: setup.scale, requantise: Default::default() };
     let config = config(&checkpoint);
     let model =
         Model::build(config, &checkpoint, backend.as_mut(), &options, &mut |_| {}).expect("model builds");

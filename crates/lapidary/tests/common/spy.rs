@@ -175,7 +175,7 @@ pub fn hooked_runner(folder: &Path, on: On, setup: Setup, hooks: &Hooks) -> Runn
     let mut backend: Box<dyn Backend> =
         Box::new(Spy { inner: on.backend(), hooks: hooks.clone(), batch: Batch::default() });
     let limits = Limits { rows: setup.rows, head_rows: setup.head_rows };
-    let options = BuildOptions { limits, embed_scale: setup.scale };
+    let options = BuildOptions { limits, embed_scale: setup.scale, requantise: Default::default() };
     let mut model =
         Model::build(config, &checkpoint, backend.as_mut(), &options, &mut |_| {}).expect("model builds");
     if let Some(change) = &hooks.model {

@@ -8,8 +8,9 @@ use anyhow::{Context as _, bail};
 use lapidary::plan::MemoryPlan;
 use lapidary::synth::{Mix, Size, SynthOptions, write};
 use lapidary::timings::Report;
-use lapidary::{Checkpoint, Config, Format, LoadOptions, Prompt, Stepper};
+use lapidary::{Checkpoint, Config, Format, LoadOptions, Prompt, Stepper, TapPoint};
 use lapidary_engine::Heads;
+use lapidary_ops::{SteerEdit, SteerMode, SteerSet};
 use serde_json::{Value, json};
 
 use super::Args;
@@ -59,6 +60,18 @@ struct Line {
     weight_bytes: u64,
     kv_bytes: u64,
     profile: Option<Report>,
+    /// Seconds of a step with a layer captured, and with it steered, each beside that of steps without right before.
+    hooks: Option<[(f64, f64); 2]>,
+}
+
+/// What is done to every row of a step.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Hook {
+    None,
+    /// One step after the other, to compare with steps that have a hook, which no device goes on from by itself.
+    Single,
+    Capture(usize),
+    Steer(usize),
 }
 
 pub fn run(args: &Args) -> anyhow::Result<()> {
@@ -93,7 +106,7 @@ fn measure(args: &Args, name: &str, checkpoint: &Checkpoint, random: Option<Form
         bail!("on a GPU decoding is measured: -n must be above 0");
     }
     let deepest = args.depth.iter().copied().max().unwrap_or(0) as usize;
-    let context = deepest + generate + 8;
+    let context = deepest + generate + 9;
     let batches: Vec<usize> = args.batch.iter().map(|&b| b as usize).collect();
     let most = batches.iter().copied().max().unwrap_or(1);
     let options = LoadOptions {
@@ -111,11 +124,28 @@ fn measure(args: &Args, name: &str, checkpoint: &Checkpoint, random: Option<Form
         None => load::stepper(checkpoint, &options, &args.device)?,
     };
     let loaded = start.elapsed().as_secs_f64();
-    let plan = load::plan(checkpoint, &config, &options);
+    let plan = load::plan(checkpoint, &config, &options, &args.device);
     let mut lines = Vec::new();
     for &depth in &args.depth {
         for &batch in &batches {
-            lines.push(decode(&mut stepper, &plan, args, depth as usize, batch, generate)?);
+            let mut line = |hook| decode(&mut stepper, &plan, args, (depth as usize, batch, generate), hook);
+            let mut plain = line(Hook::None)?;
+            if let Some(layer) = args.hooks.map(usize::from) {
+                if layer >= config.layers.len() {
+                    bail!("--hooks {layer}: the model has layers 0 to {}", config.layers.len() - 1);
+                }
+                let mut beside = |hook| -> anyhow::Result<(f64, f64)> {
+                    // In turn, so that a clock that drifts is seen by both.
+                    let (mut with, mut without) = (Vec::new(), Vec::new());
+                    for _ in 0..2 {
+                        without.extend(line(Hook::Single)?.steps);
+                        with.extend(line(hook)?.steps);
+                    }
+                    Ok((median(&with), median(&without)))
+                };
+                plain.hooks = Some([beside(Hook::Capture(layer))?, beside(Hook::Steer(layer))?]);
+            }
+            lines.push(plain);
         }
     }
     let memory = stepper.runner().memory();
@@ -147,6 +177,17 @@ fn measure(args: &Args, name: &str, checkpoint: &Checkpoint, random: Option<Form
         ceiling / 1e9
     )?;
     out.write_all(table(&lines, ceiling).as_bytes())?;
+    for (line, hooks) in lines.iter().filter_map(|l| Some((l, l.hooks?))) {
+        for (what, (with, without)) in ["captured", "steered"].iter().zip(hooks) {
+            let (cost, batch, depth) = (100.0 * (with / without - 1.0), line.batch, line.depth);
+            writeln!(
+                out,
+                "batch {batch}, depth {depth}: one layer {what} {:.3} ms/step, without {:.3}: {cost:+.2} %",
+                with * 1e3,
+                without * 1e3
+            )?;
+        }
+    }
     for line in &lines {
         if let Some(profile) = &line.profile {
             writeln!(out, "batch {}, depth {}:\n{}", line.batch, line.depth, profile.text())?;
@@ -163,9 +204,8 @@ fn decode(
     stepper: &mut Stepper,
     plan: &MemoryPlan,
     args: &Args,
-    depth: usize,
-    batch: usize,
-    steps: usize,
+    (depth, batch, steps): (usize, usize, usize),
+    hook: Hook,
 ) -> anyhow::Result<Line> {
     let start = depth.max(1);
     stepper.reset();
@@ -173,6 +213,11 @@ fn decode(
     let vocab = stepper.model().config.vocab as u32;
     let tokens: Vec<u32> = (0..batch as u32).map(|i| (1 + 7919 * i) % vocab).collect();
     let slots: Vec<usize> = (0..batch).collect();
+    let set = match hook {
+        Hook::Steer(layer) => Some(edit(stepper, layer)?),
+        _ => None,
+    };
+    stepper.set_steering(set.as_ref())?;
     if batch == 1 {
         stepper.prefill_each(&Prompt::from(&super::ids(stepper, start)[..]), Heads::None, &mut |_| {})?;
     } else {
@@ -180,30 +225,39 @@ fn decode(
         for (slot, first) in tokens.iter().enumerate() {
             let mut ids = super::ids(stepper, start);
             ids.iter_mut().for_each(|id| *id = (*id + first) % vocab);
+            stepper.set_slot_steering(slot, set.as_ref())?;
             stepper.prefill_slot(slot, &ids)?;
         }
     }
+    if let Hook::Capture(layer) = hook {
+        stepper.set_capture(&[TapPoint::LayerOut(layer)]);
+    }
     let mut run = |stepper: &mut Stepper, fed: &[u32], steps: usize| {
         let (mut seconds, mut clock, mut last) = (Vec::with_capacity(steps), Instant::now(), fed.to_vec());
-        let sink = &mut |tokens: &[u32]| {
-            let now = Instant::now();
-            seconds.push((now - clock).as_secs_f64());
-            clock = now;
-            last.copy_from_slice(tokens);
-            ControlFlow::Continue(())
-        };
-        match batch {
-            1 => stepper.decode_many(fed[0], steps, sink),
-            _ => stepper.decode_batch_many(fed, &slots, steps, sink),
+        let (runs, length) = if hook == Hook::Single { (steps, 1) } else { (1, steps) };
+        for _ in 0..runs {
+            let fed = last.clone();
+            let sink = &mut |tokens: &[u32]| {
+                let now = Instant::now();
+                seconds.push((now - clock).as_secs_f64());
+                clock = now;
+                last.copy_from_slice(tokens);
+                ControlFlow::Continue(())
+            };
+            match batch {
+                1 => stepper.decode_many(fed[0], length, sink)?,
+                _ => stepper.decode_batch_many(&fed, &slots, length, sink)?,
+            };
         }
-        .map(|_| (seconds, last))
+        Ok::<_, anyhow::Error>((seconds, last))
     };
     let (_, fed) = run(stepper, &tokens, WARM_UP)?;
-    if args.profile {
+    if args.profile && hook == Hook::None {
         stepper.start_profile(false)?;
     }
     // The first of a run has nobody before it who launched it.
     let (seconds, _) = run(stepper, &fed, steps + 1)?;
+    stepper.set_capture(&[]);
     let profile = stepper.take_profile().map(|p| Report::new(&p));
     Ok(Line {
         batch,
@@ -212,7 +266,14 @@ fn decode(
         weight_bytes: stepper.weight_bytes(),
         kv_bytes: plan.kv_bytes_per_token(start + steps / 2) * batch as u64,
         profile,
+        hooks: None,
     })
+}
+
+/// An edit that is made of every row.
+fn edit(stepper: &Stepper, layer: usize) -> anyhow::Result<SteerSet> {
+    let direction: Vec<f32> = (0..stepper.model().config.hidden).map(|i| (i % 7) as f32 - 3.0).collect();
+    Ok(SteerSet { edits: vec![SteerEdit::new(layer, SteerMode::Ablate, 0.01, &direction)?] })
 }
 
 impl Line {
@@ -234,6 +295,8 @@ impl Line {
             "kv_bytes_per_step": self.kv_bytes,
             "share_of_read_bandwidth": self.share(ceiling),
             "profile": self.profile.as_ref().map(Report::json),
+            "capture_cost": self.hooks.map(|h| h[0].0 / h[0].1 - 1.0),
+            "steering_cost": self.hooks.map(|h| h[1].0 / h[1].1 - 1.0),
         })
     }
 }

@@ -69,6 +69,9 @@ pub struct Args {
     /// Tell where the time of each test went; the clocks take a little of it
     #[arg(long)]
     pub profile: bool,
+    /// Measure as well what it costs to capture and to steer this layer of every row; on a GPU
+    #[arg(long, value_name = "LAYER")]
+    pub hooks: Option<u16>,
     /// Print JSON
     #[arg(long)]
     pub json: bool,
@@ -120,6 +123,9 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     if matches!(args.device.device, lapidary::Device::Cuda { .. }) {
         return gpu::run(args);
     }
+    if args.hooks.is_some() {
+        anyhow::bail!("--hooks measures on a GPU: add --device cuda");
+    }
     if args.synthetic.is_some() {
         anyhow::bail!(
             "--synthetic makes its weights on a GPU: add --device cuda; `lapidary synth` writes a file for the processor"
@@ -144,7 +150,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     options.context = Some((deepest + longest + 1).max(most_sequences));
     options.chunk = (args.chunk as usize).max(most_sequences);
     options.head_rows = options.head_rows.max(most_sequences);
-    let plan = load::plan(&checkpoint, &config, &options);
+    let plan = load::plan(&checkpoint, &config, &options, &args.device);
     let threads: Vec<usize> = match args.threads.is_empty() {
         true => vec![lapidary::host::available_cores()],
         false => args.threads.iter().map(|&t| t.into()).collect(),

@@ -1,0 +1,69 @@
+//! The memory plan of a GPU against what the backend holds after passes of every size.
+#![cfg(feature = "cuda")]
+
+mod common;
+
+use lapidary::plan::{MemoryPlan, PlanOptions};
+use lapidary::synth::{Mix, Size, SynthOptions, write};
+use lapidary::{Checkpoint, Compute, Config, Device, KvFormat, LoadOptions, Requantise, load_stepper};
+use lapidary_model::Limits;
+
+#[test]
+fn what_is_held_on_a_gpu_is_within_the_plan() {
+    if common::gpu().is_none() {
+        return;
+    }
+    let cases = [
+        (Size::Dense31b, Mix::Q8_0, 2, KvFormat::Bf16, Requantise::default()),
+        (Size::Moe26b, Mix::Q4_0, 2, KvFormat::Fp8, Requantise::default()),
+        (Size::E2b, Mix::Q4KM, 25, KvFormat::Bf16, Requantise::default()),
+        (Size::Moe26b, Mix::Bf16, 1, KvFormat::Bf16, Requantise::fp8().with_fp8_head()),
+    ];
+    for (size, mix, layers, kv, requantise) in cases {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let path = folder.path().join("model.gguf");
+        let options = SynthOptions { layers: Some(layers), seed: 7, ..SynthOptions::default() };
+        write(size, mix, &path, &options, &mut |_, _| {}).expect("the file is written");
+        let checkpoint = Checkpoint::open(&path).expect("the file opens");
+        for compute in [Compute::Fast, Compute::F32] {
+            let options = LoadOptions {
+                context: Some(331),
+                chunk: 171,
+                compute,
+                kv: Some(kv),
+                requantise,
+                device: Device::Cuda { ordinal: 0 },
+                ..LoadOptions::default()
+            };
+            let config = Config::from_checkpoint(&checkpoint).expect("config is read");
+            let limits = Limits { rows: options.chunk, head_rows: options.head_rows };
+            let (kv, device) = ([kv; 2], options.device);
+            let plan = PlanOptions { context: 331, sequences: 1, limits, kv, compute, device, requantise };
+            let plan = MemoryPlan::new(&checkpoint, &config, &plan);
+            let mut s = load_stepper(&checkpoint, &options, &mut |_| {}).expect("the model loads");
+            let loaded = s.runner().memory();
+            s.prefill(&(0..300).map(|i| i * 7919 % 262_144).collect::<Vec<u32>>()).expect("the prompt runs");
+            for _ in 0..4 {
+                s.decode_step(5, s.cursor()).expect("the step runs");
+            }
+            let held = s.runner().memory();
+            let what = format!("{} {} {compute:?}", size.name(), mix.name());
+            println!("{what}: held {held:?}, planned {} {:?}", plan.device_bytes, plan.total());
+            assert_eq!(loaded.kv as u64, plan.kv_bytes(), "{what}: keys and values");
+            // Arenas take memory in blocks of 64 MiB, which the kernels' own share is to cover.
+            let block = 64u64 << 20;
+            let weights = held.weights as u64;
+            let planned = plan.weight_bytes();
+            assert!(
+                weights <= planned + block && weights >= planned - planned / 50,
+                "{what}: weights {planned}"
+            );
+            let rest = held.activations as u64;
+            assert!(
+                rest + weights <= planned + plan.activation_bytes() + plan.device_bytes,
+                "{what}: the rest"
+            );
+            assert!(held.weights + held.activations + held.kv <= plan.total() as usize, "{what}");
+        }
+    }
+}
