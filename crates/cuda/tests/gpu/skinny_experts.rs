@@ -204,7 +204,7 @@ fn check_experts(lab: &Lab, format: Format, scaling: Scaling, sizes: Sizes, rows
         });
         let found = lab.read_f32(&out, planes * rows * hidden);
         let mut judge = Judge::new(&what);
-        let pick = picked(hidden);
+        let pick = if hidden > 600 { picked(hidden) } else { (0..hidden).collect() };
         let reference: Vec<_> = ids.iter().map(|&id| decode(&down[id as usize], &pick)).collect();
         for n in 0..rows {
             for (p, &i) in pick.iter().enumerate() {
