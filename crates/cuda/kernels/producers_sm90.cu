@@ -5,6 +5,7 @@
 // griddepcontrol.wait, nothing else. Sums run in an order fixed by the shape. Traffic: inputs and outputs once.
 #include <cooperative_groups.h>
 
+#include "common/ahead.cuh"
 #include "common/page.cuh"
 #include "common/residual.cuh"
 #include "common/router.cuh"
@@ -99,17 +100,6 @@ extern "C" __global__ void __launch_bounds__(256) residual(const __grid_constant
 // One warp a head; grid (heads + 2 kv heads over 4, rows). A lane holds neighbours i of the first half and their partners i + D/2, four at a time.
 // Meanwhile the weights of the products after attention are brought to the second-level cache, since neither this kernel nor attention of few keys
 // keeps the memory busy: every warp of the grid asks for its share, blocks beyond the heads do nothing else.
-// Mirrored by Ahead in src/kernels/producers.rs.
-struct Ahead {
-  const uint8_t* p[3];
-  uint32_t bytes[3], pad;
-};
-constexpr uint32_t AHEAD_PIECE = 8192;
-__device__ __forceinline__ void fetch_ahead(const Ahead& a, uint32_t warp, uint32_t warps) {
-#pragma unroll
-  for (int i = 0; i < 3; i++)
-    for (uint32_t at = warp * AHEAD_PIECE; at < a.bytes[i]; at += warps * AHEAD_PIECE) prefetch_l2(a.p[i] + at, min(AHEAD_PIECE, a.bytes[i] - at));
-}
 // Mirrored by FinishArgs in src/kernels/producers.rs.
 struct FinishArgs {
   float* qkv;            // [plane][rows][ld]; queries are stored back in place when store_q

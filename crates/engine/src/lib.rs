@@ -14,6 +14,7 @@ mod error;
 pub mod generate;
 mod guide;
 mod lane;
+mod look;
 pub mod metrics;
 pub mod pages;
 mod prefix;
@@ -31,11 +32,12 @@ mod worker;
 pub use engine::{Engine, EngineOptions, Ticket};
 pub use error::{Error, Result};
 pub use guide::{Allowed, Guide, GuideError, StopCause, Verdict};
+pub use look::Observer;
 pub use prefix::{PrefixDir, PrefixOptions, PrefixStats, StoreStats};
 pub use prompt::{Prompt, SoftKind, SoftSpan};
 pub use request::{
-    EngineEvent, EngineFinish, EngineRequest, EngineUsage, FailureKind, Score, ScoreEvent, ScoreRequest,
-    ScoreSink, Sink,
+    EngineEvent, EngineFinish, EngineRequest, EngineUsage, FailureKind, PromptScores, Score, ScoreEvent,
+    ScoreRequest, ScoreSink, Sink,
 };
 pub use runner::Runner;
 pub use slots::SmokeReport;

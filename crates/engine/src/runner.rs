@@ -6,7 +6,7 @@ use lapidary_model::kv_plan::kv_plan;
 use lapidary_model::{Model, forward};
 use lapidary_ops::{
     Backend, Batch, BatchShape, DeviceReport, GROUPS, Group, KvFormat, KvPlan, MemoryUse, Ops, Outcome,
-    SteerSet,
+    SteerSet, TailRows, TapPoint, TapSet,
 };
 
 use crate::error::{Error, Result};
@@ -109,6 +109,14 @@ impl Runner {
     /// Whether the device holds steering set `index`.
     pub fn holds_steer_set(&self, index: usize) -> bool {
         self.steer_sets.get(index).copied().unwrap_or(false)
+    }
+
+    /// For which rows the last layers run so that `taps` can be copied out.
+    pub(crate) fn tail(&self, taps: &TapSet) -> TailRows {
+        match taps.points.iter().any(|point| reaches_tail(*point, self.model.last_writer)) {
+            true => TailRows::All,
+            false => TailRows::Heads,
+        }
     }
 
     /// Runs the model's pass over `batch`.
@@ -275,4 +283,15 @@ fn check_size(plan: &KvPlan) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// Whether a capture needs rows that end after layer `last_writer`'s KV write.
+fn reaches_tail(point: TapPoint, last_writer: usize) -> bool {
+    match point {
+        TapPoint::Embed | TapPoint::PerLayer | TapPoint::FinalNorm => false,
+        TapPoint::Qkv(layer) => layer > last_writer,
+        TapPoint::Attn(l) | TapPoint::Routes(l) | TapPoint::Mlp(l) | TapPoint::LayerOut(l) => {
+            l >= last_writer
+        }
+    }
 }

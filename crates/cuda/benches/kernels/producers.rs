@@ -1,10 +1,11 @@
 //! The small kernels between products.
 
 use lapidary_cuda::driver::DevPtr;
+use lapidary_cuda::kernels::ahead::Ahead;
 use lapidary_cuda::kernels::attn_decode::PageShape;
 use lapidary_cuda::kernels::producers::{
-    Ahead, Argmax, Branch, Finish, NormOut, Residual, Router, argmax, argmax_workspace_bytes, finish,
-    residual, router,
+    Argmax, Branch, Finish, NormOut, Residual, Router, argmax, argmax_workspace_bytes, finish, residual,
+    router,
 };
 
 use crate::bench::Bench;

@@ -1,11 +1,12 @@
 //! Products: of few rows as they are launched and in every other shape, of chosen experts, of many rows.
 
 use lapidary_cuda::driver::{Block, DevPtr};
-use lapidary_cuda::kernels::gemm_prefill;
+use lapidary_cuda::kernels::ahead::Ahead;
 use lapidary_cuda::kernels::skinny_experts::{ExpertsDown, ExpertsUp, experts_down, experts_up};
 use lapidary_cuda::kernels::skinny_gemm::{
     Choice, Chosen, Gate, Linear, MAX_PLANES, Output, Weights, linear, linear_as, most_rows,
 };
+use lapidary_cuda::kernels::{gemm_prefill, gemm_wide};
 use lapidary_cuda::pack::{Form, PackedShape};
 
 use crate::bench::{Bench, POOL, ROTATION, launches};
@@ -14,7 +15,7 @@ use crate::bench::{Bench, POOL, ROTATION, launches};
 const CLASSES: &str = "bf16,fp8,nvfp4,int4,q4_k,sub16";
 
 /// Gemma's matrices: outputs, inputs, whether gate and up.
-const MATRICES: [(&str, usize, usize, bool); 27] = [
+const MATRICES: [(&str, usize, usize, bool); 36] = [
     ("31B qkv", 16384, 5376, false),
     ("31B full qkv", 18432, 5376, false),
     ("31B o", 5376, 8192, false),
@@ -34,10 +35,19 @@ const MATRICES: [(&str, usize, usize, bool); 27] = [
     ("26B gate+up", 4224, 2816, true),
     ("26B down", 2816, 2112, false),
     ("E4B qkv", 3072, 2560, false),
+    ("E4B full qkv", 6144, 2560, false),
+    ("E4B q", 2048, 2560, false),
+    ("E4B full q", 4096, 2560, false),
+    ("E4B o", 2560, 2048, false),
+    ("E4B full o", 2560, 4096, false),
     ("E4B gate+up", 20480, 2560, true),
     ("E4B down", 2560, 10240, false),
     ("E2B qkv", 2560, 1536, false),
+    ("E2B full qkv", 5120, 1536, false),
+    ("E2B q", 2048, 1536, false),
+    ("E2B full q", 4096, 1536, false),
     ("E2B o", 1536, 2048, false),
+    ("E2B full o", 1536, 4096, false),
     ("E2B gate+up", 12288, 1536, true),
     ("E2B down", 1536, 6144, false),
     ("E2B gate+up wide", 24576, 1536, true),
@@ -89,6 +99,7 @@ impl Bench {
                             Output::F32 { softcap: 0.0 }
                         },
                         most_planes,
+                        ahead: Ahead::default(),
                     };
                     let guess = shape.bytes() as f64 / 4e6 + 2.0;
                     // SAFETY: the buffers are large enough for every shape above.
@@ -135,6 +146,7 @@ impl Bench {
                             out_stride: m,
                             output,
                             most_planes,
+                            ahead: Ahead::default(),
                         };
                         let guess = shape.bytes() as f64 / 4e6 + 2.0;
                         // SAFETY: the buffers are large enough for every shape above.
@@ -249,6 +261,7 @@ impl Bench {
                             out_stride: 2816,
                             output: Output::F32 { softcap: 0.0 },
                             most_planes: MAX_PLANES,
+                            ahead: Ahead::default(),
                         };
                         experts_up(self.lab.queue(), &call, Some(&side)).unwrap();
                     });
@@ -295,7 +308,7 @@ impl Bench {
                 ("E2B gate+up", 12288, 1536, true),
             ] {
                 let shape = PackedShape { form, rows, cols };
-                for n in [32usize, 128, 512, 2048] {
+                for n in [32usize, 64, 128, 512, 2048] {
                     let out = if gated { Output::Gated(Gate::GeluTanh) } else { Output::Bf16 };
                     let call = Linear {
                         weights: Weights {
@@ -310,17 +323,27 @@ impl Bench {
                         out_stride: rows,
                         output: out,
                         most_planes: 1,
+                        ahead: Ahead::default(),
+                    };
+                    let flops = 2.0 * (n * rows * cols) as f64;
+                    let line = |kernel: &str, us: f64| {
+                        println!(
+                            "{:44} {us:9.2} us {:6.0} TFLOP/s",
+                            format!("{name} {} {n} rows{kernel}", form.name()),
+                            flops / us * 1e-6
+                        );
                     };
                     // SAFETY: the buffers are large enough for every shape above.
                     let us = self
                         .lab
                         .time(4, |_| unsafe { gemm_prefill::linear(self.lab.queue(), &call).unwrap() });
-                    let flops = 2.0 * (n * rows * cols) as f64;
-                    println!(
-                        "{:44} {us:9.2} us {:6.0} TFLOP/s",
-                        format!("{name} {} {n} rows", form.name()),
-                        flops / us * 1e-6
-                    );
+                    line("", us);
+                    let arranged = self.lab.poisoned(gemm_wide::workspace_bytes(shape, n));
+                    // SAFETY: as above.
+                    let us = self.lab.time(4, |_| unsafe {
+                        gemm_wide::linear(self.lab.queue(), &call, arranged.ptr()).unwrap()
+                    });
+                    line(", wide", us);
                 }
             }
         }

@@ -165,7 +165,7 @@ template <class F, int CW, int NS, int MS> __host__ __device__ constexpr int row
 template <class F, int CW, int NS, int MS> __device__ __forceinline__ void row_body(const SkinnyArgs& a) {
   using R = RowForm<F>;
   constexpr int STAGE = 8 * CW * MS * F::CB;
-  static_assert(NS % 2 == 0 && CW % R::GROUP == 0);
+  static_assert(CW % R::GROUP == 0);
   extern __shared__ __align__(128) uint8_t sm[];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   float* red = (float*)(sm + NS * STAGE);
@@ -190,9 +190,8 @@ template <class F, int CW, int NS, int MS> __device__ __forceinline__ void row_b
   pdl_launch();
 
   if (warp == 8) {  // the producer: weights only, so it waits for no kernel
-    if (lane != 0) return;
     int slot = 0, parity = 1;
-    for (int u = u0; u < units; u += ustep) {
+    for (int u = u0; u < units && lane == 0; u += ustep) {
       const int first = u << lrun, n = min(run, total - first);
       for (int c = c0; c < c1; c += cps) {
         const int have = min(cps, c1 - c);
@@ -207,6 +206,8 @@ template <class F, int CW, int NS, int MS> __device__ __forceinline__ void row_b
         if (++slot == NS) { slot = 0; parity ^= 1; }
       }
     }
+    __syncwarp();
+    fetch_ahead(a.ahead, (plane * gridDim.x + blockIdx.x) * 32 + lane, gridDim.x * gridDim.y * 32);
     return;
   }
 
@@ -326,7 +327,10 @@ template <class F, int CW, int NS, int MS> __device__ __forceinline__ void row_b
   }
 }
 
-// skinny_FORM_r1 and _r2: strips of a warp; CW chunks a warp and stage, NS stages.
-#define ROW_FORM(FORM, F, CW1, NS1, CW2, NS2)                                                                                                \
-  extern "C" __global__ void __launch_bounds__(288, 2) skinny_##FORM##_r1(const __grid_constant__ SkinnyArgs a) { row_body<F, CW1, NS1, 1>(a); } \
-  extern "C" __global__ void __launch_bounds__(288, 2) skinny_##FORM##_r2(const __grid_constant__ SkinnyArgs a) { row_body<F, CW2, NS2, 2>(a); }
+// skinny_FORM_r1 and _r2: strips of a warp; _r3: one strip, three blocks a multiprocessor. CW chunks a warp and stage, NS stages.
+#define ROW(NAME, F, CW, NS, MS, BLOCKS) \
+  extern "C" __global__ void __launch_bounds__(288, BLOCKS) NAME(const __grid_constant__ SkinnyArgs a) { row_body<F, CW, NS, MS>(a); }
+#define ROW_FORM(FORM, F, CW1, NS1, CW2, NS2) \
+  ROW(skinny_##FORM##_r1, F, CW1, NS1, 1, 2)  \
+  ROW(skinny_##FORM##_r2, F, CW2, NS2, 2, 2)  \
+  ROW(skinny_##FORM##_r3, F, CW1, 3, 1, 3)

@@ -6,9 +6,10 @@ use super::experts::{GatedVerb, RouterVerb, packed_experts};
 use super::fuse::{Residual, Step, fuse};
 use super::{Recorder, Verb};
 use crate::driver::DevPtr;
-use crate::kernels::gemm_prefill;
+use crate::kernels::ahead::Ahead;
+use crate::kernels::gemm_wide;
 use crate::kernels::hooks::Source;
-use crate::kernels::producers::{self, Ahead, Argmax, Branch, NormOut};
+use crate::kernels::producers::{self, Argmax, Branch, NormOut};
 use crate::kernels::skinny_gemm::{self, Gate, Linear, MAX_PLANES, MAX_ROWS, Output, Weights};
 use crate::ops::CudaOps;
 use crate::workspace::Piece;
@@ -33,6 +34,16 @@ pub(crate) fn run(ops: &mut CudaOps<'_>, program: &(dyn Fn(&mut dyn Ops) + Sync)
 /// Rows up to which a product runs sixteen or thirty-two at a time over all weights rather than once through the kernel for many: on
 /// an H200 31B FP8 takes 12.8 ms for 16 rows that way and 60 ms for 32 the other (2026-11-30).
 pub(super) const SKINNY_ROWS: usize = 64;
+
+fn megabytes(name: &str) -> usize {
+    std::env::var(name).ok().and_then(|v| v.parse().ok()).unwrap_or(0usize) << 20
+}
+fn tail_bytes() -> usize {
+    megabytes("LAPIDARY_TAIL_MB")
+}
+fn finish_bytes() -> usize {
+    megabytes("LAPIDARY_AHEAD_MB")
+}
 
 /// A product's sums that nobody has added up yet: float32 `[plane][rows][stride]`.
 #[derive(Clone, Copy, Debug)]
@@ -97,7 +108,7 @@ impl CudaOps<'_> {
                 if self.gates_in_product(out, x, w) {
                     self.verb(|s| s.gate_times(out, x, w, inputs, layer, f));
                 } else {
-                    self.verb(|s| s.fast_linear(gate, x, w, 1));
+                    self.verb(|s| s.fast_linear(gate, x, w, 1, Ahead::default()));
                     self.per_layer_gate(out, gate, inputs, layer, f);
                 }
             }
@@ -105,7 +116,7 @@ impl CudaOps<'_> {
                 if self.routes_fast(x, w, &spec) && packed_experts(later, routes, &self.on.mats) {
                     self.verb(|s| s.router(RouterVerb { routes, logits, x, w, spec }));
                 } else {
-                    self.verb(|s| s.fast_linear(logits, x, w, 1));
+                    self.verb(|s| s.fast_linear(logits, x, w, 1, Ahead::default()));
                     self.route(routes, logits, &spec);
                     self.routed = false;
                 }
@@ -145,14 +156,15 @@ impl CudaOps<'_> {
             Verb::RmsNorm(out, x, norm) => self.rms_norm(out, x, norm),
             Verb::Cast(out, x) => self.cast(out, x),
             Verb::Linear(out, x, w) => {
-                let planes = self.planes_for(out, later);
-                self.verb(|s| s.fast_linear(out, x, w, planes));
+                let (planes, ahead) = (self.planes_for(out, later), self.ahead(later, 0, tail_bytes()));
+                self.verb(|s| s.fast_linear(out, x, w, planes, ahead));
             }
             Verb::Gated { out, gate_up, x, w, f } => {
                 if self.gates_in_product(out, x, w) {
-                    self.verb(|s| s.gated(GatedVerb { out, x, w, f }));
+                    let ahead = self.ahead(later, 0, tail_bytes());
+                    self.verb(|s| s.gated(GatedVerb { out, x, w, f }, ahead));
                 } else {
-                    self.verb(|s| s.fast_linear(gate_up, x, w, 1));
+                    self.verb(|s| s.fast_linear(gate_up, x, w, 1, Ahead::default()));
                     self.geglu(out, gate_up, f);
                 }
             }
@@ -161,7 +173,7 @@ impl CudaOps<'_> {
             Verb::Scale(x, by) => self.scale(x, by),
             Verb::QkvFinish(qkv, ref spec) => match self.fast_heads(spec.head_dim) {
                 true => {
-                    let ahead = self.ahead(later);
+                    let ahead = self.ahead(later, tail_bytes(), finish_bytes());
                     self.verb(|s| s.finish_heads(qkv, spec, ahead));
                 }
                 false => self.qkv_finish(qkv, spec),
@@ -299,34 +311,40 @@ impl CudaOps<'_> {
         unsafe { Ok(producers::residual(self.on.queue(), &call)?) }
     }
 
-    /// The first weights of the products in `later`, as much as pays.
-    fn ahead(&self, later: &[Step]) -> Ahead {
+    /// The first `most` bytes of the weights that the products in `later` read, but for the first `skip`.
+    fn ahead(&self, later: &[Step], mut skip: usize, most: usize) -> Ahead {
         let mut ahead = Ahead::default();
-        let most =
-            std::env::var("LAPIDARY_AHEAD_MB").ok().and_then(|v| v.parse().ok()).unwrap_or(0usize) << 20;
         if self.rows > MAX_ROWS {
             return ahead;
         }
-        for step in later {
-            let room = most - ahead.len();
-            let weights = |w: Mat| self.one_run(w).map(|w| (w.strips, w.shape.bytes()));
-            match *step {
-                _ if room == 0 => break,
-                Step::Verb(Verb::Linear(_, _, w)) => {
-                    let Some((at, bytes)) = weights(w) else { break };
-                    ahead.add(at, bytes.min(room) / 16 * 16);
+        for step in later.iter().take(10) {
+            let w = match *step {
+                _ if ahead.len() >= most => break,
+                Step::Verb(Verb::Linear(_, _, w) | Verb::Gated { w, .. } | Verb::Logits(_, _, w, _)) => w,
+                Step::PerLayer(ref p) => {
+                    for w in self.per_layer_weights(p).iter().flat_map(|&(gate, w)| [gate, w]) {
+                        ahead.add(w.strips, w.shape.bytes());
+                    }
+                    continue;
                 }
-                Step::Verb(Verb::Gated { w, .. }) => {
-                    let Some((at, bytes)) = weights(w) else { break };
-                    let half = bytes / 2;
-                    ahead.add(at, half.min(room / 2) / 16 * 16);
-                    ahead.add(at.at(half), half.min(room / 2) / 16 * 16);
-                    break;
-                }
-                Step::GateTimes { .. } | Step::Router { .. } | Step::Experts { .. } | Step::PerLayer(_) => {
-                    break;
-                }
-                _ => {}
+                Step::GateTimes { .. }
+                | Step::Router { .. }
+                | Step::Experts { .. }
+                | Step::GatedRouter(_)
+                | Step::LinearExperts(_) => break,
+                _ => continue,
+            };
+            let Some(weights) = self.one_run(w) else { break };
+            let (all, gated) = (weights.shape.bytes(), matches!(step, Step::Verb(Verb::Gated { .. })));
+            // Gate and up are read side by side.
+            let (parts, bytes) = if gated { (2, all / 2) } else { (1, all) };
+            let (from, room) = ((skip / parts).min(bytes) / 16 * 16, (most - ahead.len()) / parts);
+            for part in 0..parts {
+                ahead.add(weights.strips.at(part * bytes + from), (bytes - from).min(room) / 16 * 16);
+            }
+            skip = skip.saturating_sub(all);
+            if gated {
+                break;
             }
         }
         ahead
@@ -350,10 +368,12 @@ impl CudaOps<'_> {
     ///
     /// # Safety
     /// As [`skinny_gemm::linear`].
-    unsafe fn multiply(&self, call: &Linear) -> Result<()> {
+    unsafe fn multiply(&mut self, call: &Linear) -> Result<()> {
         if self.rows > SKINNY_ROWS {
-            // SAFETY: the caller's.
-            return unsafe { Ok(gemm_prefill::linear(self.on.queue(), call)?) };
+            let bytes = gemm_wide::workspace_bytes(call.weights.shape, self.rows);
+            let arranged = self.on.workspace.get(Piece::Arranged, &self.on.stream, bytes)?;
+            // SAFETY: the caller's, and the room is what the call needs.
+            return unsafe { Ok(gemm_wide::linear(self.on.queue(), call, arranged)?) };
         }
         let out_bytes = if matches!(call.output, Output::F32 { .. }) { 4 } else { 2 };
         for (first, rows) in self.tiles_of(skinny_gemm::most_rows(call.weights.shape.form)) {
@@ -399,10 +419,11 @@ impl CudaOps<'_> {
             out_stride: o.stride as usize,
             output: Output::F32 { softcap: 0.0 },
             most_planes: 1,
+            ahead: Ahead::default(),
         }
     }
 
-    fn fast_linear(&mut self, out: Act, x: Act, w: Mat, most_planes: usize) -> Result<()> {
+    fn fast_linear(&mut self, out: Act, x: Act, w: Mat, most_planes: usize, ahead: Ahead) -> Result<()> {
         self.left.weight_bytes += self.on.mats[w.0 as usize].bytes as u64;
         let bf16 = self.act(x).bf16 == 1;
         if self.on.mats[w.0 as usize].packed.is_none() || !bf16 {
@@ -418,6 +439,7 @@ impl CudaOps<'_> {
                     out: room.ptr,
                     out_stride: room.stride,
                     most_planes,
+                    ahead,
                     ..self.call(out, x, weights)
                 };
                 // SAFETY: widths agree, and there is room for as many planes.
@@ -430,7 +452,7 @@ impl CudaOps<'_> {
         let runs = self.on.mats[w.0 as usize].packed.as_ref().map_or(Vec::new(), |p| p.runs.clone());
         for (first_out, weights) in runs {
             let call = self.call(out, x, weights);
-            let call = Linear { out: call.out.at(first_out * 4), ..call };
+            let call = Linear { out: call.out.at(first_out * 4), ahead, ..call };
             // SAFETY: widths agree, and a run's outputs lie inside the row.
             unsafe { self.multiply(&call)? };
         }
@@ -448,8 +470,8 @@ impl CudaOps<'_> {
         Ok(Linear { output: Output::Gated(gate(f)), ..self.call(out, x, weights) })
     }
 
-    fn gated(&mut self, verb: GatedVerb) -> Result<()> {
-        let call = self.gated_call(verb)?;
+    fn gated(&mut self, verb: GatedVerb, ahead: Ahead) -> Result<()> {
+        let call = Linear { ahead, ..self.gated_call(verb)? };
         // SAFETY: widths agree.
         unsafe { self.multiply(&call) }
     }

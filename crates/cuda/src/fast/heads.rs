@@ -4,9 +4,10 @@ use lapidary_ops::{Act, AttnSpec, Error, KvFormat, QkvSpec, Result, TapPoint, Va
 
 use crate::args::{Pool, Rows, kv_code};
 use crate::driver::DevPtr;
+use crate::kernels::ahead::Ahead;
 use crate::kernels::attn_decode::{self, AttnDecode, KvColumns, PageShape};
 use crate::kernels::attn_prefill;
-use crate::kernels::producers::{self, Ahead, Finish};
+use crate::kernels::producers::{self, Finish};
 use crate::kernels::rows;
 use crate::kernels::skinny_gemm::MAX_ROWS;
 use crate::ops::CudaOps;

@@ -4,11 +4,13 @@
 //! because places are plain numbers: whoever calls it promises that they lead to what their names say, of the
 //! sizes given, until the work is done.
 
+pub mod ahead;
 pub mod attention;
 pub mod attn_decode;
 pub mod attn_prefill;
 pub mod bandwidth;
 pub mod gemm_prefill;
+pub mod gemm_wide;
 pub mod heads;
 pub mod hooks;
 pub mod per_layer;

@@ -3,6 +3,7 @@
 //! [`residual`] is every norm around the residual stream, [`finish`] what happens to q, k and v before attention,
 //! [`router`] the choice of experts, [`argmax`] the end of a greedy pass.
 
+use super::ahead::Ahead;
 use crate::driver::{DevPtr, Kernel};
 use crate::error::{Error, Result};
 use crate::kernels::attn_decode::PageShape;
@@ -146,34 +147,6 @@ pub unsafe fn residual(queue: Queue<'_>, call: &Residual) -> Result<()> {
     let shape = Shape::grid(grid, threads as u32).cluster(RESIDUAL_CLUSTER as u32).dependent();
     // SAFETY: the caller's; the shape is the kernel's own.
     unsafe { queue.launch(Kernel::new(FAMILY, "residual"), shape, &args) }
-}
-
-/// Weights that the next products read, to be brought to the second-level cache while memory is idle.
-#[derive(Clone, Copy, Debug, Default)]
-#[repr(C)]
-pub struct Ahead {
-    p: [u64; 3],
-    bytes: [u32; 3],
-    pad: u32,
-}
-
-impl Ahead {
-    /// Adds a run of bytes (a multiple of 16) where there is room for one.
-    pub fn add(&mut self, at: DevPtr, bytes: usize) {
-        if let Some(free) = self.bytes.iter().position(|&b| b == 0) {
-            (self.p[free], self.bytes[free]) = (at.0, bytes as u32);
-        }
-    }
-
-    /// Bytes in all.
-    pub fn len(&self) -> usize {
-        self.bytes.iter().map(|&b| b as usize).sum()
-    }
-
-    /// Whether nothing is asked for.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
 }
 
 /// Head norms, rotation and the writing of keys and values.

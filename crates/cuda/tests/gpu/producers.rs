@@ -1,10 +1,11 @@
 //! Norms, head norms with rotation and KV write, router and arg max, against float64.
 
 use lapidary_cuda::driver::DevPtr;
+use lapidary_cuda::kernels::ahead::Ahead;
 use lapidary_cuda::kernels::attn_decode::PageShape;
 use lapidary_cuda::kernels::producers::{
-    Ahead, Argmax, Branch, Finish, NormOut, Residual, Router, argmax, argmax_workspace_bytes, finish,
-    residual, router,
+    Argmax, Branch, Finish, NormOut, Residual, Router, argmax, argmax_workspace_bytes, finish, residual,
+    router,
 };
 use lapidary_formats::fp8::e4m3_to_f32;
 

@@ -2,6 +2,7 @@
 //! `skinny_gemm.rs`.
 
 use lapidary_cuda::driver::Block;
+use lapidary_cuda::kernels::ahead::Ahead;
 use lapidary_cuda::kernels::producers::{Router, router};
 use lapidary_cuda::kernels::skinny_experts::{
     ExpertsDown, ExpertsUp, experts_down, experts_up, gated_and_router,
@@ -90,6 +91,7 @@ impl Side {
             out_stride: m + 4,
             output: Output::F32 { softcap: 0.0 },
             most_planes,
+            ahead: Ahead::default(),
         }
     }
 
@@ -270,6 +272,7 @@ fn the_router_beside_a_product_changes_neither() {
                 out_stride: width,
                 output: Output::Gated(Gate::GeluTanh),
                 most_planes: 1,
+                ahead: Ahead::default(),
             };
             let (w, own, scale) =
                 (random(experts * inputs, 31), random(rows * inputs, 32), random(experts, 33));

@@ -168,12 +168,13 @@ fn measure(args: &Args, name: &str, checkpoint: &Checkpoint, random: Option<Form
     }
     writeln!(
         out,
-        "{name}: {}, {}, compute {}, {} of weights, {} of keys and values, loaded in {loaded:.1} s; reads {:.0} GB/s",
+        "{name}: {}, {}, compute {}, {} of weights, {} of keys and values, loaded in {loaded:.1} s ({:.1} GB/s); reads {:.0} GB/s",
         report.device,
         report.level,
         report.mode,
         bytes(memory.weights as u64),
         bytes(memory.kv as u64),
+        memory.weights as f64 / 1e9 / loaded,
         ceiling / 1e9
     )?;
     out.write_all(table(&lines, ceiling).as_bytes())?;
