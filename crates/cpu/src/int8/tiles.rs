@@ -192,12 +192,15 @@ fn pack_avx2<K: Kind>(bytes: &[u8], beside: &[u8], cols: usize, out: &mut [u8]) 
 fn pack_rows<K: Kind>(bytes: &[u8], beside: &[u8], cols: usize, out: &mut [u8]) {
     let (codes, scales) = out.split_at_mut(cols / BLOCK * K::Codes::BYTES);
     let supers = cols / super_len::<K>();
-    for (r, row) in bytes.chunks_exact(supers * K::FILE_BYTES).enumerate() {
-        let files = row.chunks_exact(K::FILE_BYTES).enumerate();
-        for (((i, file), scales), codes) in files
-            .zip(scales.chunks_exact_mut(K::Scaling::BYTES))
-            .zip(codes.chunks_exact_mut(K::Scaling::BLOCKS * K::Codes::BYTES))
-        {
+    let row_bytes = supers * K::FILE_BYTES;
+    let (scales, codes) = (
+        scales.chunks_exact_mut(K::Scaling::BYTES),
+        codes.chunks_exact_mut(K::Scaling::BLOCKS * K::Codes::BYTES),
+    );
+    // All rows of a super-block before the next, so that what is written lies in few cache lines.
+    for (i, (scales, codes)) in scales.zip(codes).enumerate() {
+        for (r, row) in bytes.chunks_exact(row_bytes).enumerate() {
+            let file = &row[i * K::FILE_BYTES..][..K::FILE_BYTES];
             let beside = &beside[(r * supers + i) * K::Scaling::BESIDE..][..K::Scaling::BESIDE];
             K::Scaling::put(file, beside, r, scales);
             for (j, block) in codes.chunks_exact_mut(K::Codes::BYTES).enumerate() {
