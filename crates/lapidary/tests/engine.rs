@@ -4,7 +4,7 @@ mod common;
 
 use common::client::{drawn, greedy, run, submit};
 use common::dense::{
-    CONTEXT, Fixed, ON, alone, dense, drained, engine, finish, options, prompt, scores, setup, start,
+    CONTEXT, Fixed, ON, alone, dense, drained, engine, finish, options, prompt, scores, setup,
 };
 use common::drive::{name, tiny_folder};
 use common::spy::POISON;

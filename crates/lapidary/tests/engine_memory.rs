@@ -85,7 +85,7 @@ fn logits_that_do_not_fit_at_once_are_read_one_by_one() {
     let seen = at_once.clone();
     // Only the first try in a batch.
     let hooks = Hooks::starved(move |what, batch| {
-        starved(what, batch) && seen.fetch_add(1, Ordering::SeqCst) % (batch.heads.len() + 1) == 0
+        starved(what, batch) && seen.fetch_add(1, Ordering::SeqCst).is_multiple_of(batch.heads.len() + 1)
     });
     let engine = start(&hooks);
     let pending: Vec<_> = (1..4).map(|seed| submit(&engine, asked(seed))).collect();

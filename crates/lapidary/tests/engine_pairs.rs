@@ -3,7 +3,7 @@
 mod common;
 
 use common::client::{Reply, drawn, greedy, run, submit};
-use common::dense::{Fixed, ON, alone, dense, drained, engine, options, prompt, scores, start};
+use common::dense::{Fixed, ON, dense, drained, options, prompt, scores, setup};
 use common::{Setup, runner};
 use lapidary_engine::sampling::TokenMask;
 use lapidary_engine::{Engine, EngineFinish, EngineRequest, Observer, PromptScores};

@@ -54,7 +54,7 @@ fn steering(engine: &Engine, seed: u64) -> Arc<SteerSet> {
         SteerEdit::new(layer, mode, strength, &values(100 * seed + i, width)).unwrap()
     };
     let mut edits = vec![edit(0, SteerMode::Add, 2.0, 1), edit(layers - 1, SteerMode::Ablate, 1.0, 2)];
-    edits[1].gate = (seed % 2 == 0).then_some(0.0);
+    edits[1].gate = seed.is_multiple_of(2).then_some(0.0);
     Arc::new(SteerSet { edits })
 }
 
@@ -203,7 +203,7 @@ fn kept_beginnings_are_shared_among_requests_that_are_steered_alike_and_no_other
         let engine = engine(&folder, |_| {});
         let (a, b) = (steering(&engine, 1), steering(&engine, 2));
         let prompt = ids(7, 200);
-        let mut check = |set: Option<&Arc<SteerSet>>, kept: bool| {
+        let check = |set: Option<&Arc<SteerSet>>, kept: bool| {
             let reply = run(&engine, asked(&prompt, 30, set));
             let what = format!("{} kept {kept}", name(&folder));
             assert_eq!(reply.sampled, alone(&folder, &asked(&prompt, 30, set), &[]).0, "{what}");

@@ -32,7 +32,7 @@ fn logits(gemma: &mut Gemma, tokens: &[u32], from: usize) -> Vec<Vec<f32>> {
         }
         at += 1;
     };
-    s.score(&Prompt::from(tokens), &mut take, &mut |_| {}).expect("the prompt runs");
+    s.score(&Prompt::from(tokens), &mut take, &mut |_, _| {}).expect("the prompt runs");
     rows
 }
 
@@ -60,7 +60,8 @@ fn trained_models_on_a_gpu() {
         let (file, samples) =
             (format!("models/pebble-{model}-q8_0.gguf"), format!("tests/pebble/{model}/samples.json"));
         let (Some(file), Some(samples)) = (find(&file), find(&samples)) else { continue };
-        let samples: Vec<Value> = serde_json::from_slice(&std::fs::read(samples).expect("read")).expect("JSON");
+        let samples: Vec<Value> =
+            serde_json::from_slice(&std::fs::read(samples).expect("read")).expect("JSON");
         let load = |compute, kv| {
             let device = Device::Cuda { ordinal: 0 };
             let options = LoadOptions {
@@ -99,7 +100,11 @@ fn trained_models_on_a_gpu() {
                 for ((f, e), &token) in found.iter().zip(&expected).zip(&reply) {
                     all.push(divergence(e, f));
                     same += usize::from(best(f) == best(e));
-                    assert!(!margin || best(f) == token, "{model} {compute:?} {kv:?}: {}", sample["rendered"]);
+                    assert!(
+                        !margin || best(f) == token,
+                        "{model} {compute:?} {kv:?}: {}",
+                        sample["rendered"]
+                    );
                 }
             }
             all.sort_by(f64::total_cmp);
@@ -109,7 +114,10 @@ fn trained_models_on_a_gpu() {
                 all[count * 99 / 100],
                 100.0 * same as f64 / count as f64
             );
-            assert!(held >= 15 && mean <= limit, "{model} {compute:?} {kv:?}: {held} replies held, KL {mean:e}");
+            assert!(
+                held >= 15 && mean <= limit,
+                "{model} {compute:?} {kv:?}: {held} replies held, KL {mean:e}"
+            );
         }
     }
 }

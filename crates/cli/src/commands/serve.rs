@@ -266,8 +266,9 @@ fn start_log(args: &Args) -> anyhow::Result<Spans> {
 
 #[cfg(feature = "otel")]
 type Spans = Option<crate::spans::Exporter>;
+/// Nothing to send, where spans were left out.
 #[cfg(not(feature = "otel"))]
-type Spans = ();
+struct Spans;
 
 type Layer = Box<dyn tracing_subscriber::Layer<tracing_subscriber::Registry> + Send + Sync>;
 
@@ -288,5 +289,5 @@ fn spans() -> anyhow::Result<(Spans, Option<Layer>)> {
             "note: OTEL_EXPORTER_OTLP_ENDPOINT is set, but this build sends no spans; feature otel does"
         );
     }
-    Ok(((), None))
+    Ok((Spans, None))
 }

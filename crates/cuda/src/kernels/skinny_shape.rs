@@ -18,8 +18,8 @@ pub struct Choice {
     pub planes: usize,
     /// Blocks of a plane.
     pub(super) blocks: usize,
-    /// Groups whose row scales a block keeps.
-    pub(super) scale_rows: usize,
+    /// Whether a block keeps row scales beside its stages.
+    pub(super) scaled: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,6 +32,10 @@ pub(super) enum Variant {
     Shared,
     /// Two strips a warp.
     SharedTwo,
+    /// One strip a warp and the router in the launch's first blocks; x from global memory.
+    Routed,
+    /// x in shared memory.
+    RoutedShared,
     Up,
     /// x in shared memory.
     UpShared,
@@ -213,8 +217,7 @@ impl Choice {
         let four_bits = matches!(form, Form::Nvfp4 | Form::Int4 | Form::Int4Bf16 | Form::Int4Min);
         // Inputs that are no whole chunk need the zeros that only the copy in shared memory has.
         let ragged = !shape.cols.is_multiple_of(form.chunk_inputs());
-        let work =
-            Work { shape, rows, gated, most_planes, sms: multiprocessors, groups: 1, scaled_groups: 0 };
+        let work = Work { shape, rows, gated, most_planes, sms: multiprocessors, groups: 1, scaled: false };
         if !ragged && let Some(choice) = measured(work) {
             return choice;
         }
@@ -249,6 +252,7 @@ impl Choice {
         let variant = match self.variant {
             Variant::Global => 'G',
             Variant::GlobalTwo => 'T',
+            Variant::Routed | Variant::RoutedShared => 'R',
             Variant::Shared | Variant::Row => 'S',
             Variant::SharedTwo | Variant::RowTwo => 'D',
             Variant::RowThree => 'R',
@@ -272,8 +276,7 @@ impl Choice {
         multiprocessors: usize,
     ) -> Vec<Choice> {
         let two = ring(shape.form, true).is_some();
-        let work =
-            Work { shape, rows, gated, most_planes, sms: multiprocessors, groups: 1, scaled_groups: 0 };
+        let work = Work { shape, rows, gated, most_planes, sms: multiprocessors, groups: 1, scaled: false };
         let one_row = rows == 1 && row_ring(shape.form).is_some();
         let variants: &[Variant] = match one_row {
             true => &[Variant::Row, Variant::RowTwo, Variant::RowThree],
@@ -302,6 +305,8 @@ impl Choice {
             Variant::GlobalTwo => entries.global_two[usize::from(n2)],
             Variant::Shared => entries.shared,
             Variant::SharedTwo => entries.shared_two,
+            Variant::Routed => entries.routed[usize::from(n2)],
+            Variant::RoutedShared => entries.routed_shared,
             Variant::Up => entries.up[usize::from(n2)],
             Variant::UpShared => entries.up_shared,
             Variant::Down => entries.down[usize::from(n2)],
@@ -336,10 +341,10 @@ impl Choice {
         let inputs = (shape.chunks().div_ceil(self.planes) + 1) * shape.form.chunk_inputs();
         let (x, list) = (rows * (inputs * 2 + 16), MAX_EXPERTS * 4 + MAX_EXPERTS * 64);
         let x = match self.variant {
-            Variant::Shared | Variant::SharedTwo => x,
+            Variant::Shared | Variant::SharedTwo | Variant::RoutedShared => x,
             Variant::Up => list,
             Variant::UpShared => list + x,
-            Variant::Down => MAX_EXPERTS * 4 + 2 * self.scale_rows * 16 * self.unit() * 4,
+            Variant::Down if self.scaled => ns * 8 * cw * strips * 64,
             _ => 0,
         };
         own + x
@@ -356,8 +361,8 @@ pub(super) struct Work {
     pub sms: usize,
     /// Experts that a batch is likely to choose; 1 for a plain product.
     pub groups: usize,
-    /// Experts whose row scales a block of the down product keeps at most.
-    pub scaled_groups: usize,
+    /// Whether experts' sums are scaled by row as they are added up.
+    pub scaled: bool,
 }
 
 impl Work {
@@ -376,8 +381,7 @@ impl Work {
         let mut list = Vec::new();
         for lwm in 0..4 {
             let unit = (1 << lwm) * variant.strips();
-            let scales = 2 * self.scaled_groups * 16 * unit * 4;
-            if self.gated && unit < 2 || lwm > 0 && (scales > 16 << 10 || unit > MAX_UNIT) {
+            if self.gated && unit < 2 || lwm > 0 && unit > MAX_UNIT {
                 continue;
             }
             let units = shape.strips().div_ceil(unit) * if variant == Variant::Up { self.groups } else { 1 };
@@ -400,7 +404,7 @@ impl Work {
                     lwm,
                     planes,
                     blocks,
-                    scale_rows: self.scaled_groups,
+                    scaled: self.scaled,
                 };
                 list.push((choice, time));
             }
@@ -416,6 +420,8 @@ struct Entries {
     global_two: [&'static str; 2],
     shared: &'static str,
     shared_two: &'static str,
+    routed: [&'static str; 2],
+    routed_shared: &'static str,
     up: [&'static str; 2],
     up_shared: &'static str,
     down: [&'static str; 2],
@@ -434,6 +440,11 @@ macro_rules! entries {
             global_two: [concat!("skinny_", $name, "_n1_g2"), concat!("skinny_", $name, "_n2_g2")],
             shared: concat!("skinny_", $name, "_n1_s1"),
             shared_two: concat!("skinny_", $name, "_n1_s2"),
+            routed: [
+                concat!("skinny_", $name, "_n1_routed_g"),
+                concat!("skinny_", $name, "_n2_routed_g"),
+            ],
+            routed_shared: concat!("skinny_", $name, "_n1_routed_s"),
             up: [concat!("skinny_", $name, "_n1_up"), concat!("skinny_", $name, "_n2_up")],
             up_shared: concat!("skinny_", $name, "_n1_ups"),
             down: [concat!("skinny_", $name, "_n1_down"), concat!("skinny_", $name, "_n2_down")],

@@ -110,7 +110,9 @@ impl Worker {
             }
             jobs.push(job);
         }
-        if self.runner.lend_logits(&rows, &mut |logits| run_all(&mut jobs, logits)).is_err() {
+        let lent = rows.is_empty()
+            || self.runner.lend_logits(&rows, &mut |logits| run_all(&mut jobs, logits)).is_ok();
+        if !lent {
             // What there is no memory for at once may do one by one. Reads that were lent have been taken.
             for job in jobs.iter_mut().filter(|job| !job.reads.is_empty()) {
                 let own: Vec<usize> = job.reads.iter().map(|read| rows[read.row]).collect();

@@ -77,7 +77,7 @@ fn logprobs_stand_beside_the_text_whole_and_streamed() {
         let deltas: Vec<Value> =
             of("response.output_text.delta").iter().flat_map(|l| l.as_array().unwrap().clone()).collect();
         assert_eq!(json!(deltas), logprobs);
-        assert_eq!(of("response.output_text.done"), [logprobs.clone()]);
+        assert_eq!(of("response.output_text.done"), std::slice::from_ref(&logprobs));
         assert_eq!(events.last().unwrap()["response"]["output"][0]["content"][0]["logprobs"], logprobs);
         // None unless they are asked for.
         server.post("/v1/responses", &json!({ "input": "hello" })).await;
