@@ -17,7 +17,6 @@
 // docs/performance.md. Tried and dropped: stream-K with a fix-up by the last block (4 to 12 us on small matrices), a ring a warp, cp.async in
 // place of bulk copies (31B head bf16 85 against 101 %), a block barrier for the sums, 16 consumer warps, three blocks a multiprocessor.
 #pragma once
-#include "ahead.cuh"
 #include "forms.cuh"
 
 enum Mode { DENSE, EXPERT_UP, EXPERT_DOWN };
@@ -42,7 +41,6 @@ struct SkinnyArgs {
   uint32_t magic_group, magic_chunks;  // 2^32 / per_group and 2^32 / chunks rounded up, 0 for 1
   int scale_rows;             // EXPERT_DOWN with row scales: groups whose scales fit shared memory
   float softcap;              // OUT_F32: c tanh(sum / c), 0 for none
-  Ahead ahead;                // asked for once every copy of this product is under way
 };
 
 __device__ __forceinline__ void consumers_sync() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
@@ -129,7 +127,6 @@ template <class F, int CW, int NS, int MS, int NT, bool XS, Mode MODE> __device_
         if (++slot == NS) { slot = 0; parity ^= 1; }
       }
     }
-    fetch_ahead(a.ahead, (plane * gridDim.x + blockIdx.x) * 32 + lane, gridDim.x * gridDim.y * 32);
     return;
   }
 

@@ -3,7 +3,6 @@
 //! One kernel serves a plain product, a gated pair of matrices, a product whose result is a gate for something else, and
 //! chosen experts. [`Choice::of`] decides strips a warp, where x is kept and how k is cut into planes.
 
-use super::ahead::Ahead;
 pub use super::skinny_shape::{Choice, most_rows};
 use super::skinny_shape::{SHARED_OF_TWO, Variant, Work};
 use crate::driver::DevPtr;
@@ -80,8 +79,6 @@ pub struct Linear {
     pub output: Output,
     /// Planes that `out` has room for.
     pub most_planes: usize,
-    /// What the products after this one will read.
-    pub ahead: Ahead,
 }
 
 /// The experts that a router chose, on the device.
@@ -123,7 +120,6 @@ struct SkinnyArgs {
     magic_chunks: u32,
     scale_rows: i32,
     softcap: f32,
-    ahead: Ahead,
 }
 
 // SAFETY: mirrors `SkinnyArgs` in kernels/common/skinny.cuh.
@@ -173,7 +169,6 @@ pub unsafe fn linear_as(queue: Queue<'_>, call: &Linear, choice: Choice) -> Resu
     args.ldx = call.x_stride as i32;
     args.out = call.out;
     args.ldo = call.out_stride as i32;
-    args.ahead = call.ahead;
     match call.output {
         Output::F32 { softcap } => args.softcap = softcap,
         Output::Bf16 => args.epilogue = 1,
@@ -370,7 +365,6 @@ fn arguments(weights: &Weights, rows: usize, choice: Choice, gated: bool) -> Ski
         magic_chunks: reciprocal(shape.chunks()),
         scale_rows: choice.scale_rows as i32,
         softcap: 0.0,
-        ahead: Ahead::default(),
     }
 }
 

@@ -40,8 +40,6 @@ pub(super) enum Variant {
     Row,
     /// Two strips a warp.
     RowTwo,
-    /// Three blocks a multiprocessor.
-    RowThree,
 }
 
 impl Variant {
@@ -57,14 +55,8 @@ impl Variant {
         match self {
             Variant::Row => Some(0),
             Variant::RowTwo => Some(1),
-            Variant::RowThree => Some(2),
             _ => None,
         }
-    }
-
-    /// Blocks of a multiprocessor.
-    fn blocks(self) -> usize {
-        if self == Variant::RowThree { 3 } else { 2 }
     }
 
     /// What a single row runs on where its form has a kernel for it.
@@ -77,13 +69,13 @@ impl Variant {
     }
 }
 
-/// Chunks a warp and stage, and stages, of the kernels for one row: those with one strip a warp, with
-/// two, and with three blocks a multiprocessor.
-const fn row_ring(form: Form) -> Option<[(usize, usize); 3]> {
+/// Chunks a warp and stage, and stages, of the kernels for one row: those with one strip a warp, then those
+/// with two.
+const fn row_ring(form: Form) -> Option<[(usize, usize); 2]> {
     match form {
-        Form::Nvfp4 => Some([(4, 4), (4, 2), (4, 3)]),
-        Form::Int4 | Form::Int4Bf16 | Form::Int4Min => Some([(4, 4), (4, 2), (4, 3)]),
-        Form::Q4K => Some([(1, 4), (1, 2), (1, 3)]),
+        Form::Nvfp4 => Some([(4, 4), (4, 2)]),
+        Form::Int4 | Form::Int4Bf16 | Form::Int4Min => Some([(4, 4), (4, 2)]),
+        Form::Q4K => Some([(1, 4), (1, 2)]),
         _ => None,
     }
 }
@@ -130,8 +122,7 @@ pub(super) const SHARED_OF_TWO: usize = 113 << 10;
 
 /// What the sweep over Gemma's matrices found best (`cargo bench ... sweep`, one H200, 2026-11-30): outputs, inputs, gated,
 /// then for bf16, FP8, NVFP4, four-bit integers, Q4_K and Sub16 the shape for 1 row and for 2 to 7: where x is kept and strips a
-/// warp (G global, T global and two, S shared, D shared and two; of the forms with kernels for one row only one strip or two count, or
-/// R three blocks a multiprocessor), log2 of the groups of strips, planes.
+/// warp (G global, T global and two, S shared, D shared and two; of the forms with kernels for one row only one strip or two count), log2 of the groups of strips, planes.
 #[rustfmt::skip]
 static MEASURED: &[(usize, usize, bool, &str)] = &[
     (16384, 5376, false, "G11 T11 D01 T01 D11 T11 S21 T11 S21 G01 S21 G21"), // 31B qkv
@@ -186,7 +177,6 @@ fn measured(work: Work) -> Option<Choice> {
         b'T' => Variant::GlobalTwo,
         b'S' => Variant::Shared,
         b'D' => Variant::SharedTwo,
-        b'R' => Variant::RowThree,
         _ => return None,
     };
     let variant = if one_row { variant.for_one_row() } else { variant };
@@ -251,7 +241,6 @@ impl Choice {
             Variant::GlobalTwo => 'T',
             Variant::Shared | Variant::Row => 'S',
             Variant::SharedTwo | Variant::RowTwo => 'D',
-            Variant::RowThree => 'R',
             Variant::Up | Variant::UpShared => 'U',
             Variant::Down => 'X',
         };
@@ -276,7 +265,7 @@ impl Choice {
             Work { shape, rows, gated, most_planes, sms: multiprocessors, groups: 1, scaled_groups: 0 };
         let one_row = rows == 1 && row_ring(shape.form).is_some();
         let variants: &[Variant] = match one_row {
-            true => &[Variant::Row, Variant::RowTwo, Variant::RowThree],
+            true => &[Variant::Row, Variant::RowTwo],
             false => &[Variant::Global, Variant::GlobalTwo, Variant::Shared, Variant::SharedTwo],
         };
         variants
@@ -307,14 +296,13 @@ impl Choice {
             Variant::Down => entries.down[usize::from(n2)],
             Variant::Row => entries.row[0],
             Variant::RowTwo => entries.row[1],
-            Variant::RowThree => entries.row[2],
         };
         Kernel::new(entries.family, entry)
     }
 
     /// Whether its blocks fit a multiprocessor together.
     fn fits(&self, shape: PackedShape, rows: usize) -> bool {
-        self.shared(shape, rows) * self.variant.blocks() <= 2 * SHARED_OF_TWO
+        self.shared(shape, rows) <= SHARED_OF_TWO
     }
 
     /// Shared memory of a block.
@@ -385,7 +373,7 @@ impl Work {
                 if planes > 1 && chunks * pieces / planes < 4 {
                     continue;
                 }
-                let blocks = units.min(variant.blocks() * sms / planes);
+                let blocks = units.min(2 * sms / planes);
                 let (cut, rounds) = (chunks.div_ceil(planes), units.div_ceil(blocks));
                 let bytes = (units * planes).div_ceil(sms) * unit * cut * shape.form.chunk_bytes();
                 let memory = bytes as f64 / 33.0;
@@ -422,7 +410,7 @@ struct Entries {
     /// 17 to 32 rows, for the forms that [`most_rows`] says so of.
     wide: &'static str,
     /// There for the forms that [`row_ring`] names.
-    row: [&'static str; 3],
+    row: [&'static str; 2],
 }
 
 macro_rules! entries {
@@ -441,7 +429,6 @@ macro_rules! entries {
             row: [
                 concat!("skinny_", $name, "_r1"),
                 concat!("skinny_", $name, "_r2"),
-                concat!("skinny_", $name, "_r3"),
             ],
         }),*]
     };
