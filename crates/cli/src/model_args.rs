@@ -48,7 +48,8 @@ pub struct DeviceArgs {
     /// The device to run on: cpu, cuda or cuda:N
     #[arg(long, value_name = "DEVICE", default_value_t = Device::Cpu, value_parser = str::parse::<Device>)]
     pub device: Device,
-    /// Element type of stored keys and values; when not given f32 with f32 arithmetic, otherwise f16, and bf16 on a GPU
+    /// Element type of stored keys and values; when not given f32 with f32 arithmetic, otherwise bf16 on a GPU and on
+    /// processors that multiply bf16, f16 on others
     #[arg(long, value_enum)]
     pub kv: Option<KvArg>,
     /// Instruction set to use at most, for comparisons; the best of this processor when not given

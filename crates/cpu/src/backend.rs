@@ -79,6 +79,7 @@ impl CpuBackend {
             let wanted = options.level.map_or("", Level::name);
             unsupported(format!("level {wanted} on a processor whose best is {}", Level::detect()))
         })?;
+        let isa = if options.compute == Compute::F32 { isa.exact() } else { isa };
         let workers = options.threads.unwrap_or_else(available_cores);
         if workers == 0 {
             return Err(Error::Device("a cpu team needs at least 1 thread".into()));
@@ -148,6 +149,9 @@ impl Backend for CpuBackend {
             let int8 = if fast { int8::kernel_name(self.isa, format) } else { None };
             let kernel = match (int8, format) {
                 (Some(name), _) => format!("int8 x {format}, {name}"),
+                (None, Format::Bf16 | Format::Fp8E4M3) if self.isa.bf16() => {
+                    format!("bf16 x {format}, avx512-bf16")
+                }
                 (None, Format::F32) => format!("f32 x f32, {level}"),
                 (None, _) => format!("decoded to f32, f32 x f32, {level}"),
             };

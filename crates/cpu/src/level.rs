@@ -108,13 +108,20 @@ impl fmt::Display for Level {
 pub(crate) struct Isa {
     level: Level,
     vnni: bool,
+    bf16: bool,
 }
 
 impl Isa {
     /// `wanted`, or the best level; `None` where this processor lacks it.
     pub fn new(wanted: Option<Level>) -> Option<Isa> {
         let level = wanted.unwrap_or_else(Level::detect);
-        level.is_here().then(|| Isa { level, vnni: level == Level::Avx512 && has_vnni() })
+        let avx512 = level == Level::Avx512;
+        level.is_here().then(|| Isa { level, vnni: avx512 && has_vnni(), bf16: avx512 && has_bf16() })
+    }
+
+    /// The same without instructions that round their inputs.
+    pub fn exact(self) -> Isa {
+        Isa { bf16: false, ..self }
     }
 
     /// The levels of this processor.
@@ -132,6 +139,22 @@ impl Isa {
     #[cfg(target_arch = "x86_64")]
     pub fn vnni(self) -> bool {
         self.vnni
+    }
+
+    /// Whether AVX-512 BF16, and VBMI that feeds it, may be used beside the level.
+    pub fn bf16(self) -> bool {
+        self.bf16
+    }
+}
+
+fn has_bf16() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    {
+        is_x86_feature_detected!("avx512bf16") && is_x86_feature_detected!("avx512vbmi")
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    {
+        false
     }
 }
 

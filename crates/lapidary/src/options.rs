@@ -26,8 +26,8 @@ pub struct LoadOptions {
     pub threads: Option<usize>,
     /// Arithmetic: true float32, or quantised activations.
     pub compute: Compute,
-    /// Element type of keys and values; float32 in the float32 mode when not given, otherwise f16 on the
-    /// processor and bf16 on a GPU.
+    /// Element type of keys and values; float32 in the float32 mode when not given, otherwise bf16 on a GPU and on
+    /// processors that multiply bf16, f16 on others.
     pub kv: Option<KvFormat>,
     /// How embeddings are scaled.
     pub embed_scale: EmbedScale,
@@ -81,7 +81,7 @@ impl LoadOptions {
     pub fn kv_format(&self) -> KvFormat {
         self.kv.unwrap_or(match (self.compute, self.device) {
             (Compute::F32, _) => KvFormat::F32,
-            (Compute::Fast, Device::Cpu) => KvFormat::F16,
+            (Compute::Fast, Device::Cpu) => lapidary_cpu::native_kv(self.level),
             (Compute::Fast, Device::Cuda { .. }) => KvFormat::Bf16,
         })
     }

@@ -67,3 +67,46 @@ fn what_is_held_on_a_gpu_is_within_the_plan() {
         }
     }
 }
+
+/// A measurement: how fast weights get to the device, from a file in memory, and how soon the first token comes. Run with
+/// `--ignored --nocapture`; `LAPIDARY_LOAD_LAYERS` says how many layers of 26B-A4B the file has (30 are 27 GB).
+#[test]
+#[ignore = "a measurement"]
+fn how_fast_weights_load() {
+    if common::gpu().is_none() {
+        return;
+    }
+    let layers: usize = std::env::var("LAPIDARY_LOAD_LAYERS").ok().and_then(|n| n.parse().ok()).unwrap_or(6);
+    for (mix, layers, requantise) in
+        [(Mix::Q8_0, layers, Requantise::default()), (Mix::Bf16, layers.div_ceil(4), Requantise::fp8())]
+    {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let path = folder.path().join("model.gguf");
+        let options = SynthOptions { layers: Some(layers), seed: 7, ..SynthOptions::default() };
+        let clock = std::time::Instant::now();
+        write(Size::Moe26b, mix, &path, &options, &mut |_, _| {}).expect("the file is written");
+        let written = clock.elapsed().as_secs_f64();
+        let bytes = std::fs::metadata(&path).expect("it is there").len() as f64;
+        for again in 0..2 {
+            let clock = std::time::Instant::now();
+            let checkpoint = Checkpoint::open(&path).expect("the file opens");
+            let options = LoadOptions {
+                context: Some(4096),
+                requantise,
+                device: Device::Cuda { ordinal: 0 },
+                ..LoadOptions::default()
+            };
+            let mut s = load_stepper(&checkpoint, &options, &mut |_| {}).expect("the model loads");
+            let loaded = clock.elapsed().as_secs_f64();
+            s.prefill(&[5, 6, 7]).expect("the prompt runs");
+            let first = clock.elapsed().as_secs_f64();
+            println!(
+                "26b {} {layers} layers, load {again}: {:.2} GB (written in {written:.1} s) in {loaded:.2} s, {:.2} GB/s; first token {:.2} s later",
+                mix.name(),
+                bytes / 1e9,
+                bytes / 1e9 / loaded,
+                first - loaded
+            );
+        }
+    }
+}

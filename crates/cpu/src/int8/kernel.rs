@@ -151,7 +151,7 @@ unsafe fn neon_i8mm<K: Kind>(
     unsafe { run::<NeonI8mm, K>(tile, tiles, x, multiplier, out) }
 }
 
-/// One row or two wait for memory: two tiles are read side by side, which gives more of it than one. With more rows a
+/// One row to three wait for memory: two tiles are read side by side, which gives more of it than one. With more rows a
 /// block's codes are unpacked once for all of them.
 ///
 /// # Safety
@@ -172,6 +172,8 @@ unsafe fn run<S: Lanes, K: Kind>(
             (1, _) => few::<S, K, 1, 2>(tile, x, multiplier, out),
             (2, 1) => few::<S, K, 2, 1>(tile, x, multiplier, out),
             (2, _) => few::<S, K, 2, 2>(tile, x, multiplier, out),
+            (3, 1) => few::<S, K, 3, 1>(tile, x, multiplier, out),
+            (3, _) => few::<S, K, 3, 2>(tile, x, multiplier, out),
             _ => {
                 for t in 0..tiles {
                     let tile = tile.add(t * tile_bytes::<K>(x.width));

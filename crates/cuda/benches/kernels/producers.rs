@@ -84,10 +84,10 @@ impl Bench {
                 finish(self.lab.queue(), &call).unwrap()
             });
         }
+        let counter = self.lab.i32(&[0]);
         for rows in [1usize, 4, 16] {
             let call = Router {
                 weights: self.pool.ptr(),
-                weights_bf16: true,
                 x: self.aux.ptr(),
                 x_stride: 2816,
                 width: 2816,
@@ -99,6 +99,7 @@ impl Bench {
                 routes: self.out.ptr().at(1 << 20),
                 groups: self.out.ptr().at(2 << 20),
                 group_weight: self.out.ptr().at(3 << 20),
+                counter: counter.ptr(),
             };
             // SAFETY: as above.
             stage(&format!("router 128 experts, {rows} rows"), &|| unsafe {
@@ -114,6 +115,7 @@ impl Bench {
                 rows,
                 out: self.out.ptr(),
                 workspace: workspace.ptr(),
+                told: None,
             };
             // SAFETY: as above.
             stage(&format!("argmax {rows} rows"), &|| unsafe { argmax(self.lab.queue(), &call).unwrap() });

@@ -18,5 +18,7 @@ pub mod producers;
 pub mod product;
 pub mod route;
 pub mod rows;
+pub mod skinny_experts;
 pub mod skinny_gemm;
 mod skinny_shape;
+pub mod step;
