@@ -148,6 +148,7 @@ fn check_experts(lab: &Lab, format: Format, scaling: Scaling, sizes: Sizes, rows
         for most_planes in [1, MAX_PLANES] {
             let side = Side::new(lab, form, scale, side_shape, rows);
             let mut planes = 0;
+            // SAFETY: the buffers are as large as the calls say.
             let both = lab.twice(&inner, || unsafe {
                 lab.poison(&side.out);
                 planes = experts_up(lab.queue(), &call_up, Some(&side.call(side_shape, rows, most_planes)))
@@ -294,9 +295,11 @@ fn the_router_beside_a_product_changes_neither() {
             };
             // SAFETY: the buffers are as large as the calls say.
             let routed = lab.twice(&all, || unsafe { router(lab.queue(), &beside).unwrap() });
+            // SAFETY: the buffers are as large as the calls say.
             let alone = lab.twice(&out, || unsafe {
                 linear(lab.queue(), &call).unwrap();
             });
+            // SAFETY: the buffers are as large as the calls say.
             let together = lab.twice(&all, || unsafe {
                 lab.poison(&out);
                 gated_and_router(lab.queue(), &call, &beside).unwrap();
