@@ -1,7 +1,6 @@
 //! Products: of few rows as they are launched and in every other shape, of chosen experts, of many rows.
 
 use lapidary_cuda::driver::{Block, DevPtr};
-use lapidary_cuda::kernels::ahead::Ahead;
 use lapidary_cuda::kernels::skinny_experts::{ExpertsDown, ExpertsUp, experts_down, experts_up};
 use lapidary_cuda::kernels::skinny_gemm::{
     Choice, Chosen, Gate, Linear, MAX_PLANES, Output, Weights, linear, linear_as, most_rows,
@@ -99,7 +98,6 @@ impl Bench {
                             Output::F32 { softcap: 0.0 }
                         },
                         most_planes,
-                        ahead: Ahead::default(),
                     };
                     let guess = shape.bytes() as f64 / 4e6 + 2.0;
                     // SAFETY: the buffers are large enough for every shape above.
@@ -146,7 +144,6 @@ impl Bench {
                             out_stride: m,
                             output,
                             most_planes,
-                            ahead: Ahead::default(),
                         };
                         let guess = shape.bytes() as f64 / 4e6 + 2.0;
                         // SAFETY: the buffers are large enough for every shape above.
@@ -261,7 +258,6 @@ impl Bench {
                             out_stride: 2816,
                             output: Output::F32 { softcap: 0.0 },
                             most_planes: MAX_PLANES,
-                            ahead: Ahead::default(),
                         };
                         experts_up(self.lab.queue(), &call, Some(&side)).unwrap();
                     });
@@ -323,7 +319,6 @@ impl Bench {
                         out_stride: rows,
                         output: out,
                         most_planes: 1,
-                        ahead: Ahead::default(),
                     };
                     let flops = 2.0 * (n * rows * cols) as f64;
                     let line = |kernel: &str, us: f64| {

@@ -3,7 +3,6 @@
 //! One kernel serves a plain product, a gated pair of matrices, a product whose result is a gate for something else, and
 //! chosen experts. [`Choice::of`] decides strips a warp, where x is kept and how k is cut into planes.
 
-use super::ahead::Ahead;
 use super::skinny_shape::Variant;
 pub use super::skinny_shape::{Choice, most_rows};
 use crate::driver::DevPtr;
@@ -80,8 +79,6 @@ pub struct Linear {
     pub output: Output,
     /// Planes that `out` has room for.
     pub most_planes: usize,
-    /// What the products after this one will read.
-    pub ahead: Ahead,
 }
 
 /// The experts that a router chose, on the device.
@@ -122,7 +119,6 @@ pub(super) struct SkinnyArgs {
     pub magic_group: u32,
     pub magic_chunks: u32,
     pub softcap: f32,
-    pub ahead: Ahead,
 }
 
 // SAFETY: mirrors `SkinnyArgs` in kernels/common/skinny.cuh.
@@ -179,7 +175,6 @@ pub(super) fn linear_arguments(call: &Linear, choice: Choice) -> SkinnyArgs {
     args.ldx = call.x_stride as i32;
     args.out = call.out;
     args.ldo = call.out_stride as i32;
-    args.ahead = call.ahead;
     match call.output {
         Output::F32 { softcap } => args.softcap = softcap,
         Output::Bf16 => args.epilogue = 1,
@@ -258,7 +253,6 @@ pub(super) fn arguments(weights: &Weights, rows: usize, choice: Choice, gated: b
         magic_group: reciprocal(per_group),
         magic_chunks: reciprocal(shape.chunks()),
         softcap: 0.0,
-        ahead: Ahead::default(),
     }
 }
 

@@ -7,7 +7,6 @@
 //! together they stay below 2e-5, or for codes stored with an offset that much of the larger sums.
 
 use half::bf16;
-use lapidary_cuda::kernels::ahead::Ahead;
 use lapidary_cuda::kernels::skinny_gemm::{Gate, Linear, MAX_PLANES, Output, linear, most_rows};
 use lapidary_cuda::pack::Form;
 use lapidary_formats::{Format, Scaling};
@@ -81,7 +80,6 @@ fn plain(lab: &Lab, format: Format, scaling: Scaling, m: usize, k: usize, rows: 
         out_stride,
         output,
         most_planes,
-        ahead: Ahead::default(),
     };
     for most_planes in [1, MAX_PLANES] {
         let out = lab.poisoned(MAX_PLANES * rows * out_stride * 4);
@@ -207,7 +205,6 @@ fn gate_and_up_are_multiplied_where_they_meet() {
                 out_stride: width,
                 output: Output::Gated(gate),
                 most_planes: 1,
-                ahead: Ahead::default(),
             };
             // SAFETY: the buffers are as large as the call says.
             lab.twice(&out, || unsafe {
@@ -280,7 +277,6 @@ fn what_a_product_does_not_take_is_refused_by_name() {
         out_stride: 40,
         output: Output::Bf16,
         most_planes: 1,
-        ahead: Ahead::default(),
     };
     let bad = [
         (Linear { rows: 17, ..good }, "17 rows"),
