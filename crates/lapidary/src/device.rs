@@ -175,7 +175,9 @@ impl Device {
     pub(crate) fn float_copy_bytes(self, rows: usize, cols: usize, compute: Compute) -> usize {
         match self {
             #[cfg(feature = "cuda")]
-            Device::Cuda { .. } if compute == Compute::Fast => lapidary_cuda::footprint::float_copy_bytes(rows, cols),
+            Device::Cuda { .. } if compute == Compute::Fast => {
+                lapidary_cuda::footprint::float_copy_bytes(rows, cols)
+            }
             _ => {
                 let _ = (rows, cols, compute);
                 0

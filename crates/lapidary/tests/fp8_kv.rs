@@ -63,7 +63,8 @@ fn cells_are_the_nearest_codes_under_one_scale_a_side() {
             for (which, (exact, codes)) in exact.chunks(side).zip(codes.chunks(side)).enumerate() {
                 // Half a unit in the last place of a normal code is 2^-4 of it, of the others 2^-10 of the scale.
                 let fits = |scale: f32| {
-                    let near = |(e, c): (&f32, &u8)| (e4m3(*c) * scale - e).abs() <= e.abs() / 16.0 + scale / 1024.0;
+                    let near =
+                        |(e, c): (&f32, &u8)| (e4m3(*c) * scale - e).abs() <= e.abs() / 16.0 + scale / 1024.0;
                     exact.iter().zip(codes).all(near)
                 };
                 let scales: Vec<f32> = (-24..8).map(|n| 2f32.powi(n)).filter(|&s| fits(s)).collect();
