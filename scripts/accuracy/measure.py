@@ -117,6 +117,7 @@ def compare(reference, rows) -> dict:
 def measure(o) -> dict:
     chunks = token_ids(o)
     engines = {
+        "lapidary, fast, bf16 KV": ["--dtype", "fast", "--kv", "bf16"],
         "lapidary, fast, f16 KV": ["--dtype", "fast", "--kv", "f16"],
         "lapidary, fast, q8_0 KV": ["--dtype", "fast", "--kv", "q8_0"],
     }

@@ -5,7 +5,8 @@
 
 Each round runs every engine once in a process of its own; figures are medians over the rounds with the least and the
 greatest beside them. Before and after each round a fixed piece of work tells whether the machine was quiet. Writes
-OUTPUT.md, a table, and OUTPUT.json, everything. docs/performance.md says what each figure means.
+OUTPUT.md, a table, and OUTPUT.json, everything. With --add the rounds join those that OUTPUT.json has already, so that
+they can be spread over a day; flags and engines must be the same. docs/performance.md says what each figure means.
 """
 
 import argparse
@@ -137,7 +138,7 @@ def engines(o) -> list:
 
 
 def rounds(o, engines_, model, threads):
-    """Every engine once a round; samples of the machine around each round."""
+    """Every engine once a round; samples of the machine around each round. Engines that fail are left out."""
     found = {engine.name: [] for engine in engines_}
     samples = [quiet.sample()]
     for number in range(o.rounds):
@@ -149,7 +150,33 @@ def rounds(o, engines_, model, threads):
                 print(f"{engine.name} left out: {error}", file=sys.stderr)
                 found[engine.name] = None
         samples.append(quiet.sample())
-    return found, samples
+    return {name: runs for name, runs in found.items() if runs}, samples
+
+
+def joined(results, model, threads, found, samples) -> dict:
+    """The run of this model and number of threads among the results, with these rounds added, or a run of these alone."""
+    for run in results["runs"]:
+        if (run["model"], run["threads"]) == (model.name, threads):
+            if set(run["rounds"]) != set(found):
+                sys.exit(f"{model.name}: rounds with other engines are there: {', '.join(run['rounds'])}")
+            break
+    else:
+        run = {"model": model.name, "bytes": model.stat().st_size, "threads": threads, "sessions": []}
+        run["rounds"] = {name: [] for name in found}
+        results["runs"].append(run)
+    for name, more in found.items():
+        run["rounds"][name] += more
+    run["sessions"].append(samples)
+    run["figures"] = {
+        name: {test: summary([r[test] for r in all_]) for test in all_[0]} for name, all_ in run["rounds"].items()
+    }
+    # A round counts when it was quiet before and after it.
+    calm = iter(quiet.judge([sample for session in run["sessions"] for sample in session]))
+    run["quiet_rounds"] = []
+    for session in run["sessions"]:
+        looks = [next(calm) for _ in session]
+        run["quiet_rounds"] += [a and b for a, b in zip(looks, looks[1:])]
+    return run
 
 
 def summary(values: list[float]) -> dict:
@@ -170,12 +197,12 @@ def markdown(results, o) -> str:
     lines = [
         f"{results['date']}, {m['processor']}, {m['cores']} cores; " + "; ".join(results["engines"].values()),
         "",
-        f"Medians of {o.rounds} rounds (least to greatest), tokens/s unless said; prompt {o.prompt}, decode {o.generate}.",
+        f"Medians (least to greatest), tokens/s unless said; prompt {o.prompt}, decode {o.generate}.",
     ]
     for run in results["runs"]:
-        quiet_rounds = sum(run["quiet_rounds"])
+        quiet_rounds, all_rounds = sum(run["quiet_rounds"]), len(run["quiet_rounds"])
         names = list(run["figures"])
-        lines += ["", f"{run['model']}, {run['threads']} threads; the machine was quiet in {quiet_rounds} of {o.rounds} rounds", ""]
+        lines += ["", f"{run['model']}, {run['threads']} threads; the machine was quiet in {quiet_rounds} of {all_rounds} rounds", ""]
         lines.append("| | " + " | ".join(names) + " | lapidary / llama.cpp |")
         lines.append("| --- " * (len(names) + 2) + "|")
         tests = list(dict.fromkeys(test for figures in run["figures"].values() for test in figures))
@@ -196,6 +223,7 @@ def main():
     parser.add_argument("--generate", type=int, default=128, help="tokens that are decoded (128)")
     parser.add_argument("--depth", type=int, default=4096, help="tokens before the second decode test, 0 for none (4096)")
     parser.add_argument("--engines", default="lapidary,llama.cpp", help="also mistral.rs (lapidary,llama.cpp)")
+    parser.add_argument("--add", action="store_true", help="add rounds to those that OUTPUT.json has")
     parser.add_argument("--output", default="peers", help="name of the files without .md and .json (peers)")
     environment.add_options(parser)
     o = parser.parse_args()
@@ -204,28 +232,23 @@ def main():
         "date": datetime.date.today().isoformat(),
         "machine": environment.machine(),
         "engines": {engine.name: engine.version for engine in engines_},
-        "command": " ".join(sys.argv),
+        "flags": {name: getattr(o, name) for name in ("prompt", "generate", "depth")},
+        "commands": [],
         "runs": [],
     }
+    output = Path(f"{o.output}.json")
+    if o.add and output.exists():
+        before = json.loads(output.read_text())
+        for key in ("machine", "engines", "flags"):
+            if before[key] != results[key]:
+                sys.exit(f"{output} has rounds with other {key}: {before[key]}, not {results[key]}")
+        results = before
+    results["commands"].append(" ".join(sys.argv))
     for model in o.models:
         for threads in map(int, o.threads.split(",")):
             found, samples = rounds(o, engines_, model, threads)
-            calm = quiet.judge(samples)
-            figures = {
-                name: {test: summary([r[test] for r in runs]) for test in runs[0]} for name, runs in found.items() if runs
-            }
-            results["runs"].append(
-                {
-                    "model": model.name,
-                    "bytes": model.stat().st_size,
-                    "threads": threads,
-                    "figures": figures,
-                    "machine_samples": samples,
-                    # A round counts when it was quiet before and after it.
-                    "quiet_rounds": [a and b for a, b in zip(calm, calm[1:])],
-                }
-            )
-            Path(f"{o.output}.json").write_text(json.dumps(results, indent=1) + "\n")
+            joined(results, model, threads, found, samples)
+            output.write_text(json.dumps(results, indent=1) + "\n")
             Path(f"{o.output}.md").write_text(markdown(results, o))
     print(markdown(results, o), end="")
 

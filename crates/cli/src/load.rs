@@ -12,11 +12,31 @@ use crate::progress::{Bar, Unit};
 use crate::{report, source};
 
 /// The memory plan for one sequence with these options.
-pub fn plan(checkpoint: &Checkpoint, config: &Config, options: &LoadOptions) -> MemoryPlan {
-    plan_for(checkpoint, config, options, 1)
+pub fn plan(
+    checkpoint: &Checkpoint,
+    config: &Config,
+    options: &LoadOptions,
+    device: &DeviceArgs,
+) -> MemoryPlan {
+    plan_for(checkpoint, config, options, device, 1)
 }
 
-fn plan_for(checkpoint: &Checkpoint, config: &Config, options: &LoadOptions, sequences: usize) -> MemoryPlan {
+/// Bytes that a model may take, as far as anybody can tell.
+pub fn memory(device: &DeviceArgs) -> Option<u64> {
+    let free = device.device.available();
+    match device.device {
+        Device::Cpu => device.max_memory.or(free),
+        _ => [free, device.max_vram].into_iter().flatten().min(),
+    }
+}
+
+fn plan_for(
+    checkpoint: &Checkpoint,
+    config: &Config,
+    options: &LoadOptions,
+    device: &DeviceArgs,
+    sequences: usize,
+) -> MemoryPlan {
     let context = options.context_for(config);
     let limits = Limits { rows: options.chunk.clamp(1, context.max(1)), head_rows: options.head_rows.max(1) };
     let kv = [options.kv_format(); 2];
@@ -31,6 +51,7 @@ fn plan_for(checkpoint: &Checkpoint, config: &Config, options: &LoadOptions, seq
             compute: options.compute,
             device: options.device,
             requantise: options.requantise,
+            memory: if device.ignore_memory { None } else { memory(device) },
         },
     )
 }
@@ -41,16 +62,14 @@ pub fn stepper(
     options: &LoadOptions,
     device: &DeviceArgs,
 ) -> anyhow::Result<Stepper> {
-    let mut options = options.clone();
-    prepare(checkpoint, &mut options, device, 1)?;
+    let options = prepare(checkpoint, options.clone(), device, 1)?;
     Ok(lapidary::load_stepper(checkpoint, &options, &mut progress())?)
 }
 
 /// Loads a model with its text, and tells what there is to know about it.
 pub fn gemma(model: &ModelArgs, load: &LoadArgs, compute: ComputeArg) -> anyhow::Result<Gemma> {
     let checkpoint = source::open(model)?;
-    let mut options = load.options(compute);
-    prepare(&checkpoint, &mut options, &load.device, 1)?;
+    let options = prepare(&checkpoint, load.options(compute), &load.device, 1)?;
     let gemma = Gemma::from_checkpoint(&checkpoint, &options, &mut progress())?;
     gemma.notes().iter().for_each(|note| eprintln!("note: {note}"));
     Ok(gemma)
@@ -64,8 +83,7 @@ pub fn service(
     options: ServiceOptions,
 ) -> anyhow::Result<Service> {
     let checkpoint = source::open(model)?;
-    let mut load_options = load.options(compute);
-    prepare(&checkpoint, &mut load_options, &load.device, options.sequences)?;
+    let load_options = prepare(&checkpoint, load.options(compute), &load.device, options.sequences)?;
     let service = Service::start(&checkpoint, &load_options, options, &mut progress())?;
     service.model_info().notes.iter().for_each(|note| eprintln!("note: {note}"));
     Ok(service)
@@ -82,14 +100,15 @@ fn progress() -> impl FnMut(Progress) {
     move |p| bar.at(p.done as u64, p.total as u64)
 }
 
-/// Holds the plan against the memory there is: refuses what does not fit, since the system would otherwise end the
-/// process, without a word, somewhere on the way; cuts the context where that is allowed.
+/// Holds the plan against the memory there is: leaves experts that do not fit in the file and cuts the context where that
+/// is allowed, and says so; refuses what still does not fit, since the system would otherwise end the process, without a
+/// word, somewhere on the way.
 fn prepare(
     checkpoint: &Checkpoint,
-    options: &mut LoadOptions,
+    options: LoadOptions,
     device: &DeviceArgs,
     sequences: usize,
-) -> anyhow::Result<()> {
+) -> anyhow::Result<LoadOptions> {
     let config = Config::from_checkpoint(checkpoint)?;
     let context = options.context_for(&config);
     if context > config.max_positions {
@@ -101,44 +120,46 @@ fn prepare(
     if device.max_vram.is_some() && options.device == Device::Cpu {
         bail!("--max-vram is about the memory of a GPU: add --device cuda");
     }
-    if device.ignore_memory {
-        return Ok(());
+    if device.max_memory.is_some() && options.device != Device::Cpu {
+        bail!("--max-memory is about the processor's memory: --max-vram is a GPU's");
     }
-    let budget = match (options.device.available(), device.max_vram) {
-        (Some(free), Some(most)) => free.min(most),
-        (Some(bytes), None) | (None, Some(bytes)) => bytes,
-        (None, None) => return Ok(()),
-    };
+    if device.ignore_memory {
+        return Ok(options);
+    }
+    let Some(budget) = memory(device) else { return Ok(options) };
     let with = |context| LoadOptions { context: Some(context), ..options.clone() };
-    let plan_of = |context| plan_for(checkpoint, &config, &with(context), sequences);
+    let plan_of = |context| plan_for(checkpoint, &config, &with(context), device, sequences);
     let total = |context| plan_of(context).total();
     let least = device.min_ctx.map_or(context, |n| (n as usize).min(context));
-    let longest = match budget::fit(context, least, budget, &total) {
-        Fit::AsWanted => return Ok(()),
+    let context = match budget::fit(context, least, budget, &total) {
+        Fit::AsWanted => context,
         Fit::Shorter(n) => {
-            eprintln!(
-                "note: a context of {n} in place of {context}: {}",
+            let wanted = arithmetic(&plan_of(context), budget);
+            eprintln!("note: a context of {n} in place of {context}: {wanted}");
+            n
+        }
+        Fit::TooLarge { longest } => {
+            let remedy = match longest {
+                Some(n) if device.min_ctx.is_some() => {
+                    format!("the longest context that fits is {n}, below --min-ctx")
+                }
+                Some(n) => format!(
+                    "the longest context that fits is {n}: pass --ctx {n}, or --min-ctx to take what fits"
+                ),
+                None => "no context fits: take a smaller quantisation".to_owned(),
+            };
+            bail!(
+                "the model does not fit on {}: {}; {remedy}, or pass --ignore-memory to try",
+                options.device,
                 arithmetic(&plan_of(context), budget)
-            );
-            *options = with(n);
-            return Ok(());
+            )
         }
-        Fit::TooLarge { longest } => longest,
     };
-    let remedy = match longest {
-        Some(n) if device.min_ctx.is_some() => {
-            format!("the longest context that fits is {n}, below --min-ctx")
-        }
-        Some(n) => {
-            format!("the longest context that fits is {n}: pass --ctx {n}, or --min-ctx to take what fits")
-        }
-        None => "no context fits: take a smaller quantisation".to_owned(),
-    };
-    bail!(
-        "the model does not fit on {}: {}; {remedy}, or pass --ignore-memory to try",
-        options.device,
-        arithmetic(&plan_of(context), budget)
-    )
+    let plan = plan_of(context);
+    if let Some(paged) = lapidary::check::paged(&plan) {
+        eprintln!("note: {paged}");
+    }
+    Ok(LoadOptions { packed_experts: plan.packed_experts(), ..with(context) })
 }
 
 /// What a plan adds up to, and what there is.

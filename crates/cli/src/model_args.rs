@@ -48,7 +48,8 @@ pub struct DeviceArgs {
     /// The device to run on: cpu, cuda or cuda:N
     #[arg(long, value_name = "DEVICE", default_value_t = Device::Cpu, value_parser = str::parse::<Device>)]
     pub device: Device,
-    /// Element type of stored keys and values; when not given f32 with f32 arithmetic, otherwise f16, and bf16 on a GPU
+    /// Element type of stored keys and values; when not given f32 with f32 arithmetic, otherwise bf16 on a GPU and on
+    /// processors that multiply bf16, f16 on others
     #[arg(long, value_enum)]
     pub kv: Option<KvArg>,
     /// Instruction set to use at most, for comparisons; the best of this processor when not given
@@ -72,6 +73,10 @@ pub struct DeviceArgs {
     /// Load even if the memory plan exceeds the free memory
     #[arg(long)]
     pub ignore_memory: bool,
+    /// Most memory of the processor to plan with, such as 20GiB; what is free when not given. Experts that are too many for
+    /// it stay in the file and are read from it as they are chosen
+    #[arg(long, value_name = "SIZE", value_parser = size, conflicts_with = "ignore_memory")]
+    pub max_memory: Option<u64>,
 }
 
 /// Bytes, or a number with one of the units that reports use.
@@ -193,8 +198,16 @@ pub enum HeadArg {
 pub enum LevelArg {
     /// Plain code for any processor
     Scalar,
+    /// Any aarch64
+    Neon,
+    /// aarch64 with dot products of bytes
+    NeonDotprod,
+    /// aarch64 with products of matrices of bytes
+    NeonI8mm,
     /// AVX2 with FMA
     Avx2,
+    /// AVX2 with AVX-VNNI
+    AvxVnni,
     /// AVX-512
     Avx512,
 }
@@ -204,7 +217,11 @@ impl LevelArg {
     pub fn level(self) -> Level {
         match self {
             LevelArg::Scalar => Level::Scalar,
+            LevelArg::Neon => Level::Neon,
+            LevelArg::NeonDotprod => Level::NeonDot,
+            LevelArg::NeonI8mm => Level::NeonI8mm,
             LevelArg::Avx2 => Level::Avx2,
+            LevelArg::AvxVnni => Level::AvxVnni,
             LevelArg::Avx512 => Level::Avx512,
         }
     }

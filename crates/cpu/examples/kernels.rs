@@ -1,6 +1,6 @@
 //! Prints the speed of the main kernels on this machine: products by format and rows, attention by depth.
 //!
-//! `cargo run --release -p lapidary-cpu --example kernels [threads] [mode] [level]`; rates are the best of several
+//! `cargo run --release -p lapidary-cpu --example kernels [threads] [mode] [level] [format, attention or all]`; rates are the best of several
 //! passes, since a shared machine only ever adds time.
 
 use std::time::Instant;
@@ -16,9 +16,7 @@ fn main() -> Result<()> {
     let args: Vec<String> = std::env::args().collect();
     let threads = args.get(1).and_then(|t| t.parse().ok());
     let compute = if args.get(2).is_some_and(|m| m == "fast") { Compute::Fast } else { Compute::F32 };
-    let level = args.get(3).and_then(|name| {
-        [Level::Scalar, Level::Avx2, Level::Avx512].into_iter().find(|level| level.name() == name)
-    });
+    let level = args.get(3).and_then(|name| Level::named(name));
     let formats = [
         Format::F32,
         Format::Bf16,
@@ -29,19 +27,31 @@ fn main() -> Result<()> {
         Format::Q8_0,
         Format::Iq4Nl,
         Format::Mxfp4,
+        Format::Nvfp4,
+        Format::GgufNvfp4,
+        Format::Int4G32,
         Format::Q4K,
         Format::Q5K,
         Format::Q6K,
         Format::Fp8E4M3,
     ];
+    let only = args.get(4).map_or("all", |o| o);
     println!("{:>8} {:>6} {:>10} {:>10}", "format", "rows", "GFLOP/s", "GB/s");
-    for format in formats {
-        for rows in [1, 4, 16, 64, 256] {
-            product(CpuOptions { threads, compute, level }, format, rows)?;
+    for format in formats.into_iter().filter(|f| only == "all" || only == f.name()) {
+        // Of one format alone, all small batches.
+        let few = if only == "all" { vec![1, 4, 16] } else { (1..=16).collect() };
+        for rows in few.into_iter().chain([64, 256]) {
+            product(CpuOptions { threads, compute, level, packed_experts: None }, format, rows)?;
         }
     }
-    for (depth, rows) in [(512, 1), (4096, 1), (512, 256)] {
-        attention(CpuOptions { threads, compute, level }, depth, rows)?;
+    let shapes = [(4, 256, 4096, 1, 1), (4, 256, 4096, 1, 40), (8, 512, 4096, 1, 20), (8, 256, 512, 256, 1)];
+    for format in [KvFormat::F16, KvFormat::Bf16, KvFormat::Q8_0] {
+        for (heads, d, depth, rows, layers) in shapes {
+            if only == "all" || only == "attention" {
+                let options = CpuOptions { threads, compute, level, packed_experts: None };
+                attention(options, format, heads, d, depth, rows, layers)?;
+            }
+        }
     }
     Ok(())
 }
@@ -106,21 +116,31 @@ fn product(options: CpuOptions, format: Format, rows: usize) -> Result<()> {
     Ok(())
 }
 
-fn attention(options: CpuOptions, depth: usize, rows: usize) -> Result<()> {
-    let (heads, d) = (8, 256);
+/// One layer after the other, each with keys and values of its own: with enough of them nothing is found in a cache.
+fn attention(
+    options: CpuOptions,
+    format: KvFormat,
+    heads: usize,
+    d: usize,
+    depth: usize,
+    rows: usize,
+    layers: usize,
+) -> Result<()> {
     let mut cpu = CpuBackend::new(options)?;
     let group = KvGroupPlan {
-        layers: vec![KvLayerShape { kv_heads: 1, head_dim: d }],
-        format: KvFormat::F16,
+        layers: vec![KvLayerShape { kv_heads: 1, head_dim: d }; layers],
+        format,
         pages: depth / PAGE_TOKENS + 2,
         window: None,
     };
-    let plan = KvPlan { groups: [group.clone(), group] };
-    cpu.kv(&plan)?;
-    let cache = KvRef { group: Group::Full, index: 0, writes: true };
-    for p in 0..depth {
+    let none = KvGroupPlan { layers: Vec::new(), ..group.clone() };
+    let mut groups = [none.clone(), none];
+    groups[Group::Full.index()] = group;
+    cpu.kv(&KvPlan { groups })?;
+    let cache = |index| KvRef { group: Group::Full, index, writes: true };
+    for (layer, p) in (0..layers).flat_map(|l| (0..depth).map(move |p| (l, p))) {
         let k: Vec<f32> = (0..d).map(|i| ((i * p) % 31) as f32 / 15.0 - 1.0).collect();
-        cpu.kv_store(cache, 1 + p / PAGE_TOKENS, p % PAGE_TOKENS, &k, &k)?;
+        cpu.kv_store(cache(layer), 1 + p / PAGE_TOKENS, p % PAGE_TOKENS, &k, &k)?;
     }
     let act = |width| ActSpec { name: "a", width, kind: ActKind::F32, rows: ActRows::Batch, max_rows: rows };
     let (qkv, out) = (cpu.activation(act(heads * d))?, cpu.activation(act(heads * d))?);
@@ -129,13 +149,20 @@ fn attention(options: CpuOptions, depth: usize, rows: usize) -> Result<()> {
     batch.soft_values = (0..rows * heads * d).map(|i| (i % 97) as f32 / 480.0 - 0.1).collect();
     cpu.upload(&batch)?;
     let shape = batch.shape(1, TailRows::All);
-    let spec = AttnSpec { heads, kv_heads: 1, head_dim: d, scale: 0.06, softcap: None, window: None, cache };
     cpu.run(&shape, &|ops| ops.inject_soft(qkv))?;
-    let seconds = best(30, || cpu.run(&shape, &|ops| ops.attention(out, qkv, &spec)))?;
+    let (scale, softcap, window) = (0.06, None, None);
+    let mut layer = 0;
+    let seconds = best(20 * layers, || {
+        layer = (layer + 1) % layers;
+        let cache = cache(layer);
+        let spec = AttnSpec { heads, kv_heads: 1, head_dim: d, scale, softcap, window, cache };
+        cpu.run(&shape, &|ops| ops.attention(out, qkv, &spec))
+    })?;
     let pairs = (depth * rows - rows * (rows - 1) / 2) as f64;
     let flops = 4.0 * pairs * (heads * d) as f64;
     println!(
-        "attention depth {depth} rows {rows}: {:.1} us, {:.1} GFLOP/s, {:.2} GB/s of KV",
+        "attention {} {heads} x {d}, depth {depth}, rows {rows}, {layers} layers: {:.1} us, {:.1} GFLOP/s, {:.2} GB/s",
+        format.name(),
         seconds * 1e6,
         flops / seconds / 1e9,
         (depth * d * 4) as f64 / seconds / 1e9

@@ -24,8 +24,12 @@ fn main() -> Result<()> {
             println!("no format is called {name}");
             continue;
         };
-        let mut cpu =
-            CpuBackend::new(CpuOptions { threads: Some(threads), compute: Compute::Fast, level: None })?;
+        let mut cpu = CpuBackend::new(CpuOptions {
+            threads: Some(threads),
+            compute: Compute::Fast,
+            level: None,
+            packed_experts: None,
+        })?;
         let weights: Vec<f32> =
             (0..256 * columns).map(|i| ((i * 7919) % 1013) as f32 / 506.0 - 1.0).collect();
         let encoded = encode_rows(format, &weights, 256, columns).expect("whole blocks");

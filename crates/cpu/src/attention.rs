@@ -1,23 +1,28 @@
 //! `out = softmax(scale * q K^T) V`, streamed over pages of keys.
 //!
 //! Keys are summed in blocks of `PAGE_TOKENS` aligned to absolute positions, each block joining a running
-//! maximum, sum and accumulator (online softmax). A run of [`SEGMENT`] aligned positions starts afresh, and
+//! maximum, sum and accumulator (online softmax). A run of aligned positions, a segment, starts afresh, and
 //! segments join in ascending order; so the bits of a row are those of its own sequence, however many workers
 //! share its segments. A unit of work is a few rows of one sequence and one key/value head with all the query
-//! heads that read it: each page is decoded once for all of them.
+//! heads that read it: each page is decoded once for all of them. Where the processor multiplies bf16 and the layer's
+//! keys and values are stored so, pages are read [as they are](crate::attention_bf16).
 
 use lapidary_ops::{Act, AttnSpec, KvFormat, PAGE_TOKENS};
 
+use crate::attention_bf16::{self, Page};
 use crate::int8::activations::BLOCK;
 use crate::kv::{Side, decode};
 use crate::level::{Isa, for_level};
-use crate::linear::f32::{F16, RowsView, dots};
+use crate::linear::bf16::{STEP, round_rows};
+use crate::linear::f32::{Bf16, F16, RowsView, dots};
 use crate::math;
 use crate::ops::{CpuOps, Scope};
 use crate::weigh::weigh;
 
 /// Positions whose keys are summed by one worker.
-pub(crate) const SEGMENT: usize = 16 * PAGE_TOKENS;
+const SEGMENT: usize = 16 * PAGE_TOKENS;
+/// The same where bf16 is multiplied: with a window of 512 two workers come out even wherever it starts.
+const SEGMENT_BF16: usize = 8 * PAGE_TOKENS;
 /// Rows that read a page together.
 const ROWS_PER_UNIT: usize = 8;
 /// Queries of a unit up to which f16 keys and values are read without being decoded to memory first.
@@ -28,11 +33,11 @@ const UNITS_PER_WORKER: usize = 2;
 /// Running maximum, running sum, and where the accumulator starts.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sums {
-    max: f32,
-    sum: f32,
+    pub max: f32,
+    pub sum: f32,
 }
 
-const NONE: Sums = Sums { max: f32::NEG_INFINITY, sum: 0.0 };
+pub(crate) const NONE: Sums = Sums { max: f32::NEG_INFINITY, sum: 0.0 };
 
 impl CpuOps<'_> {
     /// Attention of one layer.
@@ -62,7 +67,7 @@ impl CpuOps<'_> {
                     let head = unit % spec.kv_heads;
                     let mut unit = self.unit(qkv, spec, first, rows, head);
                     for segment in self.segments(first, rows, spec) {
-                        unit.segment(self, spec, segment);
+                        unit.segment(self, spec, segment, true);
                         unit.join(self.isa());
                     }
                     unit.finish(self, out);
@@ -106,7 +111,7 @@ impl CpuOps<'_> {
                     continue;
                 }
                 let mut unit = self.unit(qkv, spec, first, rows, head);
-                unit.segment(self, spec, range.start + s);
+                unit.segment(self, spec, range.start + s, false);
                 for i in 0..rows * per_group {
                     let place = at(first + i / per_group, head * per_group + i % per_group, s);
                     // SAFETY: the slot belongs to the row, head and segment that this worker has claimed.
@@ -167,7 +172,14 @@ impl CpuOps<'_> {
     fn segments(&self, first: usize, rows: usize, spec: &AttnSpec) -> std::ops::Range<usize> {
         let ranges = (first..first + rows).map(|r| self.visible(r, spec));
         let all = ranges.reduce(|a, b| a.start.min(b.start)..a.end.max(b.end)).unwrap_or(0..0);
-        all.start / SEGMENT..all.end.div_ceil(SEGMENT)
+        let segment = if self.multiplies_bf16(spec) { SEGMENT_BF16 } else { SEGMENT };
+        all.start / segment..all.end.div_ceil(segment)
+    }
+
+    /// Whether the layer's keys and values are multiplied as they are stored, in bf16.
+    fn multiplies_bf16(&self, spec: &AttnSpec) -> bool {
+        let (_, format) = self.pass.kv.layer(spec.cache);
+        format == KvFormat::Bf16 && attention_bf16::fits(self.isa(), spec.head_dim)
     }
 
     fn unit<'q>(
@@ -178,18 +190,31 @@ impl CpuOps<'_> {
         rows: usize,
         head: usize,
     ) -> Unit<'q> {
-        let heads = spec.heads / spec.kv_heads;
+        let (heads, d) = (spec.heads / spec.kv_heads, spec.head_dim);
+        let layout = Layout::new(rows * heads, heads, d);
+        let mut memory = std::mem::take(&mut self.scratch.attention);
+        let rounded = self.multiplies_bf16(spec);
+        if rounded {
+            let to = Bf16::room(&mut memory.get(layout.len)[layout.rounded..layout.weights]);
+            for (i, to) in to.chunks_exact_mut(heads * d.next_multiple_of(STEP)).enumerate() {
+                // SAFETY: the meeting before this verb ended all writes to the queries.
+                let row = unsafe { qkv.row(first + i) };
+                let q = RowsView { values: &row[head * heads * d..], stride: d, count: heads };
+                round_rows(self.isa(), q, d, to);
+            }
+        }
         Unit {
             qkv,
             first,
             rows,
             head,
             heads,
-            d: spec.head_dim,
+            d,
+            rounded,
             sums: none(&mut self.scratch.sums, rows * heads),
             totals: none(&mut self.scratch.totals, rows * heads),
-            layout: Layout::new(rows * heads, heads, spec.head_dim),
-            memory: std::mem::take(&mut self.scratch.attention),
+            layout,
+            memory,
         }
     }
 
@@ -215,6 +240,10 @@ struct Layout {
     scores: usize,
     acc: usize,
     total: usize,
+    /// Queries in bf16, each padded to a multiple of [`STEP`].
+    rounded: usize,
+    /// A row's weights of a page's values in bf16.
+    weights: usize,
     len: usize,
 }
 
@@ -225,7 +254,9 @@ impl Layout {
         let scores = values + PAGE_TOKENS * d;
         let acc = scores + heads * PAGE_TOKENS;
         let total = acc + queries * d;
-        Layout { values, scores, acc, total, len: total + queries * d }
+        let rounded = total + queries * d;
+        let weights = rounded + queries * d.next_multiple_of(STEP) / 2;
+        Layout { values, scores, acc, total, rounded, weights, len: weights + heads * PAGE_TOKENS / 2 }
     }
 
     fn acc(&self, query: usize, d: usize) -> std::ops::Range<usize> {
@@ -243,6 +274,8 @@ struct Unit<'q> {
     /// Query heads.
     heads: usize,
     d: usize,
+    /// Whether bf16 is multiplied.
+    rounded: bool,
     /// Of the segment at hand, by row and query head.
     sums: Vec<Sums>,
     /// Of the segments before.
@@ -252,8 +285,11 @@ struct Unit<'q> {
 }
 
 impl Unit<'_> {
-    /// Sums over the keys of one segment.
-    fn segment(&mut self, ops: &CpuOps<'_>, spec: &AttnSpec, segment: usize) {
+    /// Sums over the keys of one segment; whether the next one follows.
+    fn segment(&mut self, ops: &CpuOps<'_>, spec: &AttnSpec, segment: usize, goes_on: bool) {
+        if self.rounded {
+            return self.segment_bf16(ops, spec, segment, goes_on);
+        }
         let (pass, isa, d, heads) = (ops.pass, ops.isa(), self.d, self.heads);
         let (_, format) = pass.kv.layer(spec.cache);
         let memory = self.memory.get(self.layout.len);
@@ -281,6 +317,9 @@ impl Unit<'_> {
             } else {
                 None
             };
+            if few {
+                prefetch(page(Side::Values));
+            }
             if halves.is_none() {
                 decode(format, page(Side::Keys), keys);
                 decode(format, page(Side::Values), values);
@@ -322,6 +361,13 @@ impl Unit<'_> {
                         math::scale(isa, acc, factor);
                     }
                 }
+                let next = from + PAGE_TOKENS;
+                if few && i == 0 && ops.visible(self.first, spec).contains(&next) {
+                    let (page, _) =
+                        pass.upload.cell(ops.batch_row(self.first), spec.cache.group, next as i32);
+                    // SAFETY: as above.
+                    prefetch(unsafe { pass.kv.page(spec.cache, page, Side::Keys, self.head) });
+                }
                 let acc = &mut acc[i * heads * d..(i + 1) * heads * d];
                 match halves {
                     Some((_, values)) => weigh(isa, acc, d, scores, values, cols),
@@ -331,9 +377,56 @@ impl Unit<'_> {
         }
     }
 
+    /// The same where bf16 is multiplied.
+    fn segment_bf16(&mut self, ops: &CpuOps<'_>, spec: &AttnSpec, segment: usize, goes_on: bool) {
+        let (pass, isa, d, heads) = (ops.pass, ops.isa(), self.d, self.heads);
+        let layout = self.layout;
+        let (before, behind) = self.memory.get(layout.len).split_at_mut(layout.rounded);
+        let (rest, acc) = before.split_at_mut(layout.acc);
+        let scores = &mut rest[layout.scores..];
+        let acc = &mut acc[..self.rows * heads * d];
+        let (q, weights) = behind.split_at_mut(layout.weights - layout.rounded);
+        let (q, weights) = (Bf16::in_floats(q), Bf16::room(weights));
+        self.sums.fill(NONE);
+        acc.fill(0.0);
+        let seen = |i: usize, from: usize| {
+            let v = ops.visible(self.first + i, spec);
+            v.start.clamp(from, from + PAGE_TOKENS) - from..v.end.clamp(from, from + PAGE_TOKENS) - from
+        };
+        let page = |from: usize| {
+            let (page, _) = pass.upload.cell(ops.batch_row(self.first), spec.cache.group, from as i32);
+            // SAFETY: the meeting before this verb ended all writes to the pools.
+            let side = |side| unsafe { pass.kv.page(spec.cache, page, side, self.head) };
+            let halves = |bytes| Bf16::all(bytes).expect("pools start on whole lines and hold whole rows");
+            Page { keys: halves(side(Side::Keys)), values: halves(side(Side::Values)) }
+        };
+        let is_seen = |from: &usize| (0..self.rows).any(|i| !seen(i, *from).is_empty());
+        let pages = (segment * SEGMENT_BF16..(segment + 1) * SEGMENT_BF16).step_by(PAGE_TOKENS);
+        let behind = (segment + 1) * SEGMENT_BF16;
+        let behind = Some(behind).filter(|from| goes_on && is_seen(from)).map(page);
+        let mut pages = pages.filter(is_seen).map(|from| (from, page(from))).peekable();
+        while let Some((from, page)) = pages.next() {
+            let next = pages.peek().map(|&(_, next)| next).or(behind);
+            for i in 0..self.rows {
+                let cols = seen(i, from);
+                if cols.is_empty() {
+                    continue;
+                }
+                // Only the first row waits for memory.
+                let ahead = if i == 0 { page.ahead(next) } else { page.ahead(None) };
+                let stride = d.next_multiple_of(STEP);
+                let q = RowsView { values: &q[i * heads * stride..], stride, count: heads };
+                let queries = i * heads..(i + 1) * heads;
+                let sums = &mut self.sums[queries.clone()];
+                let acc = &mut acc[queries.start * d..queries.end * d];
+                attention_bf16::add_page(isa, q, page, ahead, cols, spec, sums, acc, scores, weights);
+            }
+        }
+    }
+
     /// Joins the segment at hand to those before.
     fn join(&mut self, isa: Isa) {
-        let (acc, total) = self.memory.get(self.layout.len)[self.layout.acc..]
+        let (acc, total) = self.memory.get(self.layout.len)[self.layout.acc..self.layout.rounded]
             .split_at_mut(self.layout.total - self.layout.acc);
         for (i, (acc, total)) in acc.chunks_exact(self.d).zip(total.chunks_exact_mut(self.d)).enumerate() {
             self.totals[i] = join(isa, self.totals[i], total, self.sums[i], acc);
@@ -342,7 +435,7 @@ impl Unit<'_> {
 
     /// Writes `total / sum`.
     fn finish(&mut self, ops: &CpuOps<'_>, out: &crate::buffers::Buffer) {
-        let total = &mut self.memory.get(self.layout.len)[self.layout.total..];
+        let total = &mut self.memory.get(self.layout.len)[self.layout.total..self.layout.rounded];
         for (i, total) in total.chunks_exact_mut(self.d).enumerate().take(self.rows * self.heads) {
             math::scale(ops.isa(), total, 1.0 / self.totals[i].sum);
             let col = (self.head * self.heads + i % self.heads) * self.d;
@@ -355,6 +448,18 @@ impl Unit<'_> {
             }
         }
     }
+}
+
+/// Asks for `bytes`: rows of a page are too short for the processor to guess what is read next.
+fn prefetch(bytes: &[u8]) {
+    #[cfg(target_arch = "x86_64")]
+    for line in bytes.chunks(64) {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        // SAFETY: every x86-64 has the instruction, and it may name any address.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) }
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = bytes;
 }
 
 /// Joins `next` to what came before it. A segment without a visible key changes nothing.

@@ -40,12 +40,17 @@ pub struct CpuOptions {
     pub compute: Compute,
     /// Instruction set, for tests; `None` for the best that the processor has.
     pub level: Option<Level>,
+    /// Matrices of experts that are packed, in the order in which they come; the ones after them stay in the file
+    /// and their chosen experts are paged in. `None` for all.
+    pub packed_experts: Option<usize>,
 }
 
 /// The CPU as a device.
 pub struct CpuBackend {
     isa: Isa,
     compute: Compute,
+    /// Matrices of experts that are yet to be packed.
+    experts_to_pack: usize,
     maps: Vec<FileMap>,
     slabs: Slabs,
     team: Team,
@@ -74,6 +79,7 @@ impl CpuBackend {
             let wanted = options.level.map_or("", Level::name);
             unsupported(format!("level {wanted} on a processor whose best is {}", Level::detect()))
         })?;
+        let isa = if options.compute == Compute::F32 { isa.exact() } else { isa };
         let workers = options.threads.unwrap_or_else(available_cores);
         if workers == 0 {
             return Err(Error::Device("a cpu team needs at least 1 thread".into()));
@@ -83,6 +89,7 @@ impl CpuBackend {
         Ok(CpuBackend {
             isa,
             compute: options.compute,
+            experts_to_pack: options.packed_experts.unwrap_or(usize::MAX),
             maps: Vec::new(),
             slabs: Slabs::default(),
             team,
@@ -142,6 +149,9 @@ impl Backend for CpuBackend {
             let int8 = if fast { int8::kernel_name(self.isa, format) } else { None };
             let kernel = match (int8, format) {
                 (Some(name), _) => format!("int8 x {format}, {name}"),
+                (None, Format::Bf16 | Format::Fp8E4M3) if self.isa.bf16() => {
+                    format!("bf16 x {format}, avx512-bf16")
+                }
                 (None, Format::F32) => format!("f32 x f32, {level}"),
                 (None, _) => format!("decoded to f32, f32 x f32, {level}"),
             };
@@ -162,7 +172,14 @@ impl Backend for CpuBackend {
     }
 
     fn pack(&mut self, parts: &[TensorView<'_>], group_rows: usize) -> Result<Mat> {
-        let matrix = Matrix::new(self.packing(), parts)?;
+        let rows = parts.iter().fold(0usize, |sum, p| sum.saturating_add(p.rows));
+        let experts = group_rows < rows;
+        let matrix = if experts && self.experts_to_pack == 0 {
+            Matrix::paged(self.packing(), parts)?
+        } else {
+            Matrix::new(self.packing(), parts)?
+        };
+        self.experts_to_pack = self.experts_to_pack.saturating_sub(usize::from(experts));
         if group_rows == 0 || !matrix.rows.is_multiple_of(group_rows) {
             let reason = format!("{} rows are not a whole number of groups of {group_rows}", matrix.rows);
             return Err(Error::Tensor { tensor: parts[0].name.clone(), reason });

@@ -29,6 +29,7 @@ pub(crate) struct Buffer {
     /// Bytes of a row in int8 blocks; 0 where there are none.
     blocks_stride: usize,
     blocks: Aligned,
+    rounds: bool,
 }
 
 impl Buffer {
@@ -39,7 +40,8 @@ impl Buffer {
         let floats = Aligned::zeroed(bytes, spec.name)?;
         let blocks_stride = if int8 && spec.kind == ActKind::Input { row_bytes(spec.width) } else { 0 };
         let blocks = Aligned::zeroed(blocks_stride.saturating_mul(spec.max_rows), spec.name)?;
-        Ok(Buffer { spec, stride, floats, blocks_stride, blocks })
+        let rounds = int8 && spec.kind == ActKind::Input;
+        Ok(Buffer { spec, stride, floats, blocks_stride, blocks, rounds })
     }
 
     /// Floats from one row to the next.
@@ -55,6 +57,11 @@ impl Buffer {
     /// Whether rows are kept in int8 blocks beside the floats.
     pub fn has_blocks(&self) -> bool {
         self.blocks_stride > 0
+    }
+
+    /// Whether products may round what they read here.
+    pub fn rounds(&self) -> bool {
+        self.rounds
     }
 
     /// Values of a row.

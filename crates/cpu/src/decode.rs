@@ -5,7 +5,7 @@
 
 use lapidary_formats::{Format, Scales, TensorView};
 
-use crate::int8::decode_file_row;
+use crate::int8::{beside, decode_file_row};
 use crate::level::{Isa, for_level};
 
 /// Decodes row `row` of `view`.
@@ -24,7 +24,17 @@ pub(crate) fn decode_row(isa: Isa, view: &TensorView<'_>, row: usize, out: &mut 
                 fp8(isa, bytes, scale, out);
             }
         }
-        (format, Scales::None) if decode_file_row(isa, format, bytes, out) => {}
+        (format, Scales::None) if decode_file_row(isa, format, bytes, &[], out) => {}
+        (format, scales @ (Scales::Nvfp4 { .. } | Scales::Group32Bf16(_) | Scales::Tensor(_))) => {
+            let (beside, multiplier) = beside(scales);
+            let of_row = beside.len() / view.rows;
+            if !decode_file_row(isa, format, bytes, &beside[row * of_row..][..of_row], out) {
+                return lapidary_formats::decode_row(view, row, out);
+            }
+            if multiplier != 1.0 {
+                out.iter_mut().for_each(|v| *v *= multiplier);
+            }
+        }
         _ => lapidary_formats::decode_row(view, row, out),
     }
 }
@@ -52,7 +62,6 @@ for_level! {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::level::Level;
 
     #[test]
     fn every_level_decodes_as_the_formats_do() {
@@ -69,8 +78,8 @@ mod tests {
                     views.push(TensorView { scales, ..encoded.view("w") });
                 }
             }
-            for level in [Level::Scalar, Level::Avx2, Level::Avx512] {
-                let Some(isa) = Isa::new(Some(level)) else { continue };
+            for isa in Isa::here() {
+                let level = isa.level();
                 let (mut found, mut exact) = (vec![0.0; 768], vec![0.0; 768]);
                 for (view, row) in views.iter().flat_map(|v| (0..3).map(move |row| (v, row))) {
                     decode_row(isa, view, row, &mut found);

@@ -8,7 +8,14 @@ use lapidary_ops::{
     Error, GROUPS, Group, KvFormat, KvGroupPlan, KvLayerShape, KvPlan, KvRef, PAGE_TOKENS, Result,
 };
 
+use crate::level::{Isa, Level};
 use crate::memory::Aligned;
+
+/// The element type of keys and values that the fast mode is fastest with at `level` (`None` for the best): bf16 where
+/// the processor multiplies it, else f16.
+pub fn native_kv(level: Option<Level>) -> KvFormat {
+    if Isa::new(level).is_some_and(Isa::bf16) { KvFormat::Bf16 } else { KvFormat::F16 }
+}
 
 /// Both groups' pools.
 #[derive(Debug)]

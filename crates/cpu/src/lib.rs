@@ -12,6 +12,7 @@
 //! Deliberately absent: any model, any file, any scheduling, sampling beyond the largest logit.
 
 mod attention;
+mod attention_bf16;
 mod backend;
 mod buffers;
 mod crowd;
@@ -35,5 +36,6 @@ mod topology;
 mod weigh;
 
 pub use backend::{Compute, CpuBackend, CpuOptions};
+pub use kv::native_kv;
 pub use level::Level;
 pub use topology::available_cores;

@@ -2,7 +2,8 @@
 //!
 //! A part is packed into int8 [tiles](Tiles) where the mode and the format have a kernel for them. Otherwise it
 //! keeps the bytes of its file format, in place where they lie in a file map that the backend holds, else
-//! copied; a tile of rows is decoded at a time. A part is never held in two forms.
+//! copied; a tile of rows is decoded at a time. Experts that are not to be resident stay in the file map too, and a
+//! tile of rows is packed whenever it is multiplied, which gives the same bits. A part is never held in two forms.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -12,9 +13,10 @@ use lapidary_formats::{Format, Scales, TensorView};
 use lapidary_ops::{Error, FileMap, Result};
 
 use crate::decode::decode_row;
-use crate::int8::tiles::Tiles;
+use crate::int8::activations::QuantRows;
+use crate::int8::tiles::{Packer, Tiles};
 use crate::level::Isa;
-use crate::memory::{Aligned, Slabs};
+use crate::memory::{Aligned, Grow, Slabs};
 use crate::team::Team;
 
 /// What taking over a matrix needs of its backend.
@@ -47,6 +49,8 @@ pub(crate) struct Matrix {
     pub cols: usize,
     /// The parts in order.
     pub parts: Vec<Part>,
+    /// Whether rows that are about to be used are asked for ahead.
+    paged: bool,
 }
 
 /// Consecutive rows of a matrix that share a format.
@@ -65,6 +69,8 @@ pub(crate) enum Weights {
     File(FileRows),
     /// Packed.
     Tiles(Tiles),
+    /// In the bytes of their format inside a file map, packed a tile at a time for every product.
+    Paged(FileRows, Packer),
 }
 
 impl Matrix {
@@ -79,6 +85,27 @@ impl Matrix {
             in_row_chunks(packing.team, part, |chunk, _| check(chunk))?;
             FileRows::new(part, packing.maps).map(Weights::File)
         })
+    }
+
+    /// Takes over the parts without reading them where they lie in a file map: experts of a model that is larger than
+    /// memory. Their values are not checked; one that is not finite shows in the logits.
+    pub fn paged(packing: Packing<'_>, parts: &[TensorView<'_>]) -> Result<Matrix> {
+        let matrix = Matrix::of(parts, |part| {
+            if find(packing.maps, part.bytes).is_none() || !is_sliceable(part) {
+                return Matrix::new(packing, std::slice::from_ref(part)).map(Matrix::only);
+            }
+            let file = FileRows::new(part, packing.maps)?;
+            Ok(match Packer::new(packing.isa, part).filter(|_| packing.int8) {
+                Some(packer) => Weights::Paged(file, packer),
+                None => Weights::File(file),
+            })
+        })?;
+        Ok(Matrix { paged: true, ..matrix })
+    }
+
+    /// The weights of a matrix of one part.
+    fn only(self) -> Weights {
+        self.parts.into_iter().next().expect("a matrix has parts").weights
     }
 
     /// Takes over a matrix that is only looked up in. Where it stays in a file map its values are not read, so
@@ -100,7 +127,8 @@ impl Matrix {
         let Some(first) = parts.first() else {
             return Err(Error::Tensor { tensor: "matrix".into(), reason: "has no parts".into() });
         };
-        let mut matrix = Matrix { rows: 0, cols: first.cols, parts: Vec::with_capacity(parts.len()) };
+        let mut matrix =
+            Matrix { rows: 0, cols: first.cols, parts: Vec::with_capacity(parts.len()), paged: false };
         for part in parts {
             if part.cols != first.cols {
                 let reason = format!("has {} columns, {} has {}", part.cols, first.name, first.cols);
@@ -138,9 +166,24 @@ impl Matrix {
         part.weights.decode_row(isa, row - part.first_row, out);
     }
 
-    /// Whether all of it is packed.
+    /// Whether all of it is multiplied in int8 blocks.
     pub fn is_packed(&self) -> bool {
-        self.parts.iter().all(|p| matches!(p.weights, Weights::Tiles(_)))
+        self.parts.iter().all(|p| p.weights.takes_blocks())
+    }
+
+    /// Asks the system to bring rows `first .. first + rows` into memory if they are paged.
+    pub fn want(&self, first: usize, rows: usize) {
+        if !self.paged {
+            return;
+        }
+        let before = self.parts.partition_point(|p| p.first_row <= first);
+        for part in self.parts[before - 1..].iter().take_while(|p| p.first_row < first + rows) {
+            if let Weights::File(file) | Weights::Paged(file, _) = &part.weights {
+                let start = first.max(part.first_row) - part.first_row;
+                let end = (first + rows - part.first_row).min(part.weights.rows());
+                file.want(start, end - start);
+            }
+        }
     }
 
     /// Whether every part but the last is whole tiles of `tile` rows, so that row `tile * i` starts one.
@@ -153,7 +196,7 @@ impl Weights {
     /// Outputs.
     pub fn rows(&self) -> usize {
         match self {
-            Weights::File(file) => file.view.rows,
+            Weights::File(file) | Weights::Paged(file, _) => file.view.rows,
             Weights::Tiles(tiles) => tiles.rows,
         }
     }
@@ -161,31 +204,71 @@ impl Weights {
     /// Inputs.
     pub fn cols(&self) -> usize {
         match self {
-            Weights::File(file) => file.view.cols,
-            Weights::Tiles(tiles) => tiles.cols,
+            Weights::File(file) | Weights::Paged(file, _) => file.view.cols,
+            Weights::Tiles(tiles) => tiles.cols(),
         }
     }
 
     fn bytes(&self) -> usize {
         match self {
-            Weights::File(file) => file.bytes(),
+            Weights::File(file) | Weights::Paged(file, _) => file.bytes(),
             Weights::Tiles(tiles) => tiles.bytes(),
         }
     }
 
     fn mapped(&self) -> usize {
         match self {
-            Weights::File(file) => file.mapped(),
+            Weights::File(file) | Weights::Paged(file, _) => file.mapped(),
             Weights::Tiles(_) => 0,
         }
+    }
+
+    /// Whether they are kept in a form that is exact in bf16.
+    pub fn is_half(&self) -> bool {
+        matches!(self, Weights::File(file) if matches!(file.view.format, Format::Bf16 | Format::Fp8E4M3))
+    }
+
+    /// The scales beside the codes of the file's format.
+    pub fn scales(&self) -> Option<&Scales<'static>> {
+        if let Weights::File(file) = self { Some(&file.view.scales) } else { None }
     }
 
     /// Decodes row `row` exactly.
     pub fn decode_row(&self, isa: Isa, row: usize, out: &mut [f32]) {
         match self {
-            Weights::File(file) => decode_row(isa, &file.view, row, out),
+            Weights::File(file) | Weights::Paged(file, _) => decode_row(isa, &file.view, row, out),
             Weights::Tiles(tiles) => tiles.decode_row(row, out),
         }
+    }
+
+    /// Whether products take activations in int8 blocks.
+    pub fn takes_blocks(&self) -> bool {
+        matches!(self, Weights::Tiles(_) | Weights::Paged(..))
+    }
+
+    /// `out[i, r] = x_i . w_(16 tile + r)` of `rows` rows, one tile or two, in int8 blocks, [`PAIR`](crate::int8::PAIR)
+    /// floats from one row of x to the next; false where these weights take none. `room` is for tiles packed on the way.
+    pub fn product(
+        &self,
+        tile: usize,
+        rows: usize,
+        x: QuantRows<'_>,
+        room: &mut Grow,
+        out: &mut [f32],
+    ) -> bool {
+        let tiles = rows.div_ceil(CHUNK_OF);
+        match self {
+            Weights::File(_) => return false,
+            Weights::Tiles(packed) => packed.product(tile, tiles, x, out),
+            Weights::Paged(file, packer) => {
+                let packed = room.bytes_mut(tiles * packer.tile_bytes());
+                for (t, out) in packed.chunks_exact_mut(packer.tile_bytes()).enumerate() {
+                    packer.pack(&file.view, tile + t, out);
+                }
+                packer.product(packed, tiles, x, out);
+            }
+        }
+        true
     }
 
     /// Rows `first .. first + rows` as they stand in memory, where they are numbers of `format` and type `T`.
@@ -230,6 +313,7 @@ fn pack(packing: Packing<'_>, view: &TensorView<'_>) -> Result<Option<Tiles>> {
         // At once, so that a matrix is never resident twice: a vocabulary's may be most of a model.
         if let Some(map) = &map {
             map.release(chunk.bytes);
+            map.release(crate::int8::beside(&chunk.scales).0);
         }
         Ok(())
     })?;
@@ -247,12 +331,9 @@ fn in_row_chunks(
     view: &TensorView<'_>,
     f: impl Fn(&TensorView<'_>, Range<usize>) -> Result<()> + Sync,
 ) -> Result<()> {
-    let shaped = view.format.row_bytes(view.cols).and_then(|b| b.checked_mul(view.rows));
     let row_bytes = view.format.row_bytes(view.cols).unwrap_or(0);
     let rows = (CHUNK_BYTES / row_bytes.max(1)).next_multiple_of(CHUNK_OF).max(CHUNK_OF);
-    let sliceable =
-        shaped == Some(view.bytes.len()) && matches!(view.scales, Scales::None | Scales::Tensor(_));
-    if !sliceable || view.rows <= rows {
+    if !is_sliceable(view) || view.rows <= rows {
         return f(view, 0..view.rows);
     }
     let next = AtomicUsize::new(0);
@@ -279,6 +360,23 @@ fn in_row_chunks(
     }
 }
 
+/// Whether rows can be cut out of a view: it has rows, its lengths are those of its shape, and no scale is copied.
+fn is_sliceable(view: &TensorView<'_>) -> bool {
+    let shaped = view.format.row_bytes(view.cols).and_then(|b| b.checked_mul(view.rows));
+    let scales = match view.scales {
+        Scales::None => !takes_scales(view.format),
+        Scales::Tensor(_) => matches!(view.format, Format::Fp8E4M3 | Format::GgufNvfp4),
+        Scales::Nvfp4 { blocks, .. } => {
+            view.format == Format::Nvfp4 && blocks.len() == view.rows * (view.cols / 16)
+        }
+        Scales::Group32Bf16(bytes) => {
+            view.format == Format::Int4G32 && bytes.len() == view.rows * (view.cols / 32) * 2
+        }
+        _ => false,
+    };
+    view.rows > 0 && view.cols > 0 && shaped == Some(view.bytes.len()) && scales
+}
+
 /// Formats whose scales must come beside the codes.
 fn takes_scales(format: Format) -> bool {
     matches!(format, Format::Fp8E4M3 | Format::Nvfp4 | Format::Int4G32)
@@ -298,7 +396,7 @@ enum Bytes {
     Owned(Aligned),
     /// Inside a file map, which is kept alive.
     Mapped {
-        _map: FileMap,
+        map: FileMap,
         start: *const u8,
         len: usize,
     },
@@ -332,8 +430,15 @@ impl Bytes {
     /// `bytes` in place where a map holds them, else a copy.
     fn of(bytes: &[u8], maps: Maps<'_>, what: &str) -> Result<Bytes> {
         match find(maps, bytes) {
-            Some(map) => Ok(Bytes::Mapped { _map: map, start: bytes.as_ptr(), len: bytes.len() }),
+            Some(map) => Ok(Bytes::Mapped { map, start: bytes.as_ptr(), len: bytes.len() }),
             None => Aligned::copy_of(bytes, what).map(Bytes::Owned),
+        }
+    }
+
+    /// Asks the system to bring `bytes`, part of these, into memory if they are mapped.
+    fn want(&self, bytes: &[u8]) {
+        if let Bytes::Mapped { map, .. } = self {
+            map.want(bytes);
         }
     }
 
@@ -381,6 +486,16 @@ impl FileRows {
         let (name, rows, cols, format) = (view.name.clone(), view.rows, view.cols, view.format);
         let view = TensorView { name, rows, cols, format, bytes, scales };
         Ok(FileRows { view, codes, block_scales })
+    }
+
+    /// Asks the system to bring rows `first .. first + rows` into memory.
+    fn want(&self, first: usize, rows: usize) {
+        let of = |bytes: &'static [u8]| {
+            let row = bytes.len() / self.view.rows;
+            &bytes[first * row..(first + rows) * row]
+        };
+        self.codes.want(of(self.view.bytes));
+        self.block_scales.want(of(crate::int8::beside(&self.view.scales).0));
     }
 
     fn bytes(&self) -> usize {

@@ -243,6 +243,16 @@ impl Grow {
         &mut self.0[..len]
     }
 
+    /// `len` bytes on a 64-byte border, whatever they hold.
+    pub fn bytes_mut(&mut self, len: usize) -> &mut [u8] {
+        let floats = self.get((len + ALIGN).div_ceil(size_of::<f32>()));
+        let start = floats.as_ptr().align_offset(ALIGN) * size_of::<f32>();
+        // SAFETY: a float is four initialised bytes, and every four bytes are a float.
+        let bytes =
+            unsafe { std::slice::from_raw_parts_mut(floats.as_mut_ptr().cast::<u8>(), size_of_val(floats)) };
+        &mut bytes[start..start + len]
+    }
+
     /// Bytes held.
     pub fn bytes(&self) -> usize {
         self.0.capacity() * size_of::<f32>()

@@ -77,7 +77,16 @@ impl CpuOps<'_> {
             experts: std::mem::take(&mut self.scratch.experts),
         };
         plan.group(routes, self.rows, spec);
-        let choices = Choices::new(self.pass.workspace, width, hidden, self.rows * k, x.has_blocks());
+        if self.worker == 0 {
+            // The system reads ahead while workers multiply with what it has already.
+            for &(expert, ..) in plan.experts.iter().take(WANTED) {
+                gate_up.want(expert * 2 * width, 2 * width);
+            }
+            for &(expert, ..) in plan.experts.iter().take(WANTED) {
+                down.want(expert * hidden, hidden);
+            }
+        }
+        let choices = Choices::new(self.pass.workspace, width, hidden, self.rows * k, x);
         self.need_workspace(choices.floats());
         self.gate_and_up(x, gate_up, spec, &plan, choices);
         self.meet();
@@ -116,6 +125,7 @@ impl CpuOps<'_> {
                 let gate = expert * 2 * width;
                 for block in picked.chunks(X_BLOCK) {
                     let inputs = scratch.gathered.take(block, floats, row_of);
+                    let inputs = inputs.rounded(isa, gate_up, &mut scratch.halves);
                     for col in columns.clone().step_by(BLOCK) {
                         let end = columns.end.min(col + BLOCK);
                         let rows = end - col;
@@ -151,6 +161,7 @@ impl CpuOps<'_> {
                 let scratch = &mut *self.scratch;
                 for block in picked.chunks(X_BLOCK) {
                     let inputs = scratch.gathered.take(block, floats, row_of);
+                    let inputs = inputs.rounded(isa, down, &mut scratch.halves);
                     for first in columns.clone().step_by(PAIR) {
                         let rows = PAIR.min(columns.end - first);
                         let results = scratch.results.get(X_BLOCK * PAIR);
@@ -178,13 +189,16 @@ struct Choices<'a> {
     hidden_stride: usize,
     /// Floats that a choice's hidden values in int8 blocks take; 0 where there are none.
     blocks_stride: usize,
+    /// Whether products may round hidden values.
+    rounds: bool,
 }
 
 impl<'a> Choices<'a> {
-    fn new(workspace: &'a Workspace, width: usize, outputs: usize, count: usize, int8: bool) -> Self {
-        let blocks_stride = if int8 { row_bytes(width) / size_of::<f32>() } else { 0 };
+    fn new(workspace: &'a Workspace, width: usize, outputs: usize, count: usize, x: &Buffer) -> Self {
+        let blocks_stride = if x.has_blocks() { row_bytes(width) / size_of::<f32>() } else { 0 };
         let hidden_stride = width.next_multiple_of(16);
-        Choices { workspace, width, outputs, count, hidden_stride, blocks_stride }
+        let rounds = x.rounds();
+        Choices { workspace, width, outputs, count, hidden_stride, blocks_stride, rounds }
     }
 
     /// Floats of the workspace that are used: hidden values, their int8 blocks, outputs.
@@ -241,7 +255,7 @@ impl<'a> Choices<'a> {
                 let (bytes, width) = (bytes_of(part), self.width);
                 QuantRows { bytes, stride: bytes.len(), count: 1, width }
             });
-            Inputs { floats, blocks }
+            Inputs { floats, blocks, rounds: self.rounds, halves: None }
         }
     }
 }
@@ -282,6 +296,9 @@ impl Units {
         (expert, &plan.by_expert[from..from + count], first..end)
     }
 }
+
+/// Experts of a pass whose weights are asked for ahead, where they are paged: a prompt's many would push each other out.
+const WANTED: usize = 64;
 
 /// Units that each worker claims of one matrix of experts, about.
 const UNITS_PER_WORKER: usize = 12;
@@ -368,7 +385,7 @@ impl Gathered {
             }
         }
         let blocks = first.blocks.map(|b| QuantRows { bytes: bytes_of(blocks), count, ..b });
-        Inputs { floats: RowsView { values: floats, stride, count }, blocks }
+        Inputs { floats: RowsView { values: floats, stride, count }, blocks, ..first }
     }
 
     /// Bytes held.

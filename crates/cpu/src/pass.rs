@@ -205,6 +205,8 @@ pub(crate) struct Scratch {
     pub results: Grow,
     /// Outputs of the second half.
     pub results2: Grow,
+    /// Rows of x in bf16.
+    pub halves: Grow,
     /// Gathered rows of x.
     pub gathered: Gathered,
     /// Everything of one unit of attention.
@@ -223,7 +225,7 @@ pub(crate) struct Scratch {
 impl Scratch {
     /// Bytes held.
     pub fn bytes(&self) -> usize {
-        let floats = [&self.tile, &self.results, &self.results2, &self.attention];
+        let floats = [&self.tile, &self.results, &self.results2, &self.halves, &self.attention];
         floats.iter().map(|g| g.bytes()).sum::<usize>()
             + self.gathered.bytes()
             + (self.sums.capacity() + self.totals.capacity()) * size_of::<Sums>()

@@ -3,7 +3,7 @@
 mod common;
 
 use common::*;
-use lapidary_cpu::CpuOptions;
+use lapidary_cpu::{Compute, CpuOptions, Level, native_kv};
 use lapidary_ops::*;
 
 struct Case {
@@ -45,14 +45,22 @@ impl Case {
     }
 }
 
-const CASES: [Case; 6] = [
+const CASES: [Case; 7] = [
     Case { heads: 4, kv_heads: 1, d: 64, window: None, softcap: None, format: KvFormat::F32 },
     Case { heads: 4, kv_heads: 2, d: 96, window: Some(37), softcap: None, format: KvFormat::F16 },
     Case { heads: 3, kv_heads: 3, d: 32, window: None, softcap: Some(5.0), format: KvFormat::Bf16 },
     Case { heads: 6, kv_heads: 2, d: 256, window: Some(600), softcap: None, format: KvFormat::Q8_0 },
     Case { heads: 2, kv_heads: 1, d: 512, window: None, softcap: None, format: KvFormat::F16 },
     Case { heads: 5, kv_heads: 5, d: 18, window: Some(64), softcap: None, format: KvFormat::F32 },
+    Case { heads: 14, kv_heads: 2, d: 96, window: Some(300), softcap: None, format: KvFormat::Bf16 },
 ];
+
+const MODES: [Compute; 2] = [Compute::F32, Compute::Fast];
+
+/// Whether queries and weights are rounded to bf16.
+fn rounds(case: &Case, compute: Compute, level: Level) -> bool {
+    compute == Compute::Fast && case.format == KvFormat::Bf16 && native_kv(Some(level)) == KvFormat::Bf16
+}
 
 /// Stores `n` positions and returns them as the cache holds them.
 fn fill(rig: &mut Rig, case: &Case, pages: &[i32], n: usize) -> (Vec<f32>, Vec<f32>) {
@@ -76,8 +84,8 @@ fn pages(n: usize) -> Vec<i32> {
 fn attention_matches_f64() {
     for level in levels() {
         for (c, case) in CASES.iter().enumerate() {
-            for workers in [1, 2] {
-                let mut rig = Rig::new(CpuOptions { level: Some(level), ..options(workers) });
+            for (workers, compute) in [1, 2].into_iter().flat_map(|w| MODES.map(|m| (w, m))) {
+                let mut rig = Rig::new(CpuOptions { level: Some(level), compute, ..options(workers) });
                 let (n, rows) = (1153usize, 13);
                 let pages = pages(n.div_ceil(PAGE_TOKENS));
                 rig.cpu.kv(&case.plan(pages.len() + 1)).expect("a small cache");
@@ -115,6 +123,16 @@ fn attention_matches_f64() {
                             .collect();
                         let max = scores.iter().fold(f64::MIN, |m, &s| m.max(s));
                         let sum: f64 = scores.iter().map(|s| (s - max).exp()).sum();
+                        // A query's values are each off by 2^-8 of themselves, which the cap does not enlarge, and so
+                        // are the weights; what is common to all of a row's weights cancels.
+                        let sizes = (from..to).map(|j| {
+                            let terms =
+                                (0..d).map(|e| (f64::from(q[r * qw + h * d + e]) * row(&keys, j, e)).abs());
+                            terms.sum::<f64>() * f64::from(spec.scale)
+                        });
+                        let off = sizes.fold(0.0, f64::max) / 256.0;
+                        let off = off.exp() * (1.0 + 1.0 / 256.0) - 1.0;
+                        let off = if rounds(case, compute, level) { off / (1.0 - off) } else { 0.0 };
                         for e in 0..d {
                             let v =
                                 (from..to).map(|j| (scores[j - from] - max).exp() / sum * row(&vals, j, e));
@@ -122,11 +140,15 @@ fn attention_matches_f64() {
                             // 4 of the exponential) and the sum of values that of a page, of pages and of segments;
                             // all weights together are 1 and no value exceeds 1.
                             let roundings = 6.0 * (d as f64 / 8.0 + 8.0).sqrt() * 4.0 + 4.0 + 32.0 + 40.0;
-                            exact.push((v.sum::<f64>(), roundings * EPS));
+                            let mean = v.sum::<f64>();
+                            let spread = (from..to).map(|j| {
+                                (scores[j - from] - max).exp() / sum * (row(&vals, j, e) - mean).abs()
+                            });
+                            exact.push((mean, roundings * EPS + off * spread.sum::<f64>()));
                         }
                     }
                 }
-                assert_near(&format!("{level} case {c} workers {workers}"), &found, exact);
+                assert_near(&format!("{level} {compute:?} case {c} workers {workers}"), &found, exact);
             }
         }
     }
@@ -182,10 +204,12 @@ fn a_prompt_has_the_same_bits_however_it_is_cut_and_shared() {
             let width = case.q_width() + 2 * case.kv_width();
             let projected = values(n * width, 31);
             let table = pages(n.div_ceil(PAGE_TOKENS));
+            // The fast mode differs where bf16 is multiplied only.
+            let compute = if rounds(case, Compute::Fast, level) { Compute::Fast } else { Compute::F32 };
             let mut whole: Vec<f32> = Vec::new();
             for (workers, chunk) in [(1, 257), (2, 100), (3, 31), (2, 1)] {
-                let mut l =
-                    layer(case, CpuOptions { level: Some(level), ..options(workers) }, table.len() + 1);
+                let options = CpuOptions { level: Some(level), compute, ..options(workers) };
+                let mut l = layer(case, options, table.len() + 1);
                 let mut found = Vec::new();
                 // One row at a time only where segments begin and end: the rest is slow and the same.
                 let mut start = 0;

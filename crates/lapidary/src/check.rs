@@ -9,7 +9,6 @@ use lapidary_model::Config;
 use lapidary_ops::DeviceReport;
 use lapidary_weights::{Checkpoint, ExpertPart, LayerRole, Role};
 
-use crate::device::Device;
 use crate::host;
 use crate::plan::MemoryPlan;
 
@@ -101,8 +100,8 @@ pub fn device(report: &DeviceReport, formats: &[Format]) -> Vec<Finding> {
     findings
 }
 
-/// Whether the plan fits the memory that is left.
-pub fn fit(plan: &MemoryPlan, context: usize, device: Device) -> Finding {
+/// Whether the plan fits the memory that it may take.
+pub fn fit(plan: &MemoryPlan, context: usize, available: Option<u64>) -> Finding {
     let needed = plan.total();
     let parts = format!(
         "{} for a context of {context} (weights {}, keys and values {}, activations {})",
@@ -111,7 +110,7 @@ pub fn fit(plan: &MemoryPlan, context: usize, device: Device) -> Finding {
         size(plan.kv_bytes()),
         size(plan.activation_bytes())
     );
-    let (level, rest) = match device.available() {
+    let (level, rest) = match available {
         Some(available) if needed > available => (
             Level::Fail,
             format!(", {} are available; lower --ctx or take a smaller quantisation", size(available)),
@@ -123,7 +122,21 @@ pub fn fit(plan: &MemoryPlan, context: usize, device: Device) -> Finding {
         Some(available) => (Level::Ok, format!(", {} are available", size(available))),
         None => (Level::Warn, ", free memory is unknown".to_string()),
     };
-    Finding::new(level, "fit", format!("needs {parts}{rest}"))
+    let paged = paged(plan).map_or(String::new(), |paged| format!("; {paged}"));
+    let level = if level == Level::Ok && !paged.is_empty() { Level::Warn } else { level };
+    Finding::new(level, "fit", format!("needs {parts}{rest}{paged}"))
+}
+
+/// What a plan leaves in the file, if it does.
+pub fn paged(plan: &MemoryPlan) -> Option<String> {
+    let paged = plan.paged?;
+    let all = paged.layers + paged.packed_layers;
+    Some(format!(
+        "the experts of {} of {all} layers, {}, stay in the file and are read from it as they are chosen: slower than \
+         memory that holds them all",
+        paged.layers,
+        size(paged.bytes)
+    ))
 }
 
 /// Bytes in GiB, or in MiB where that would be nothing.

@@ -59,8 +59,12 @@ impl Device {
     pub(crate) fn backend(self, options: &LoadOptions) -> Result<Box<dyn Backend>> {
         match self {
             Device::Cpu => {
-                let cpu =
-                    CpuOptions { threads: options.threads, compute: options.compute, level: options.level };
+                let cpu = CpuOptions {
+                    threads: options.threads,
+                    compute: options.compute,
+                    level: options.level,
+                    packed_experts: options.packed_experts,
+                };
                 Ok(Box::new(CpuBackend::new(cpu)?))
             }
             #[cfg(feature = "cuda")]

@@ -26,8 +26,8 @@ pub struct LoadOptions {
     pub threads: Option<usize>,
     /// Arithmetic: true float32, or quantised activations.
     pub compute: Compute,
-    /// Element type of keys and values; float32 in the float32 mode when not given, otherwise f16 on the
-    /// processor and bf16 on a GPU.
+    /// Element type of keys and values; float32 in the float32 mode when not given, otherwise bf16 on a GPU and on
+    /// processors that multiply bf16, f16 on others.
     pub kv: Option<KvFormat>,
     /// How embeddings are scaled.
     pub embed_scale: EmbedScale,
@@ -35,6 +35,10 @@ pub struct LoadOptions {
     pub final_softcap: Option<f32>,
     /// Forces the instruction set down, for tests and emergencies.
     pub level: Option<Level>,
+    /// Matrices of experts that are packed and resident on the processor, two a layer from the first layer on; the later
+    /// ones stay in the file, and what a token chooses of them is paged in.
+    /// [`MemoryPlan::packed_experts`](crate::plan::MemoryPlan::packed_experts) knows how many fit; all when not given.
+    pub packed_experts: Option<usize>,
     /// What the model runs on.
     pub device: Device,
     /// Formats that plain matrices get while they are loaded.
@@ -56,6 +60,7 @@ impl Default for LoadOptions {
             embed_scale: EmbedScale::Auto,
             final_softcap: None,
             level: None,
+            packed_experts: None,
             device: Device::Cpu,
             requantise: Requantise::default(),
             random_weights: None,
@@ -76,7 +81,7 @@ impl LoadOptions {
     pub fn kv_format(&self) -> KvFormat {
         self.kv.unwrap_or(match (self.compute, self.device) {
             (Compute::F32, _) => KvFormat::F32,
-            (Compute::Fast, Device::Cpu) => KvFormat::F16,
+            (Compute::Fast, Device::Cpu) => lapidary_cpu::native_kv(self.level),
             (Compute::Fast, Device::Cuda { .. }) => KvFormat::Bf16,
         })
     }

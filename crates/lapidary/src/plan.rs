@@ -4,6 +4,8 @@
 //! The buffers are listed as the model's builder makes them; a test holds the list, and the sums, against what a
 //! backend allocates for every variant.
 
+use std::collections::BTreeMap;
+
 use crate::device::Device;
 use lapidary_cpu::Compute;
 use lapidary_formats::Format;
@@ -29,6 +31,20 @@ pub struct PlanOptions {
     pub device: Device,
     /// Formats that plain matrices get while they are loaded.
     pub requantise: Requantise,
+    /// Bytes that it may take; experts that are too many for them stay in the file where the device can read them there.
+    /// `None` for any number.
+    pub memory: Option<u64>,
+}
+
+/// Experts that stay in the file, to be paged in as they are chosen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PagedExperts {
+    /// Layers whose experts stay in the file: the last ones.
+    pub layers: usize,
+    /// Layers whose experts are packed and resident.
+    pub packed_layers: usize,
+    /// Bytes of those that stay.
+    pub bytes: u64,
 }
 
 /// Bytes that a model will take once it is loaded.
@@ -54,6 +70,10 @@ pub struct MemoryPlan {
     pub active_parameters: u64,
     /// Bytes of keys and values that each layer reads for one visible position, and whether its window limits them.
     readers: Vec<(u64, Option<usize>)>,
+    /// Experts that stay in the file since they are too many for the memory that the plan was made for.
+    pub paged: Option<PagedExperts>,
+    /// Bytes of each layer's experts.
+    expert_layers: BTreeMap<u32, u64>,
     compute: Compute,
     device: Device,
 }
@@ -85,6 +105,8 @@ impl MemoryPlan {
                 options.device.experts_bytes(rows, m.top_k, m.width, hidden, options.compute) as u64
             }),
             device_bytes: device_bytes(config, options),
+            paged: None,
+            expert_layers: BTreeMap::new(),
             compute: options.compute,
             device: options.device,
             weight_bytes_per_token: 0,
@@ -104,7 +126,7 @@ impl MemoryPlan {
                 }
                 Use::Matrix(share) => {
                     let loaded = loaded(&stored, role, &options.requantise);
-                    plan.matrix(&loaded, share);
+                    plan.matrix(role, &loaded, share);
                     if matches!(role, Role::Layer(_, LayerRole::Router | LayerRole::PerLayerGate)) {
                         let cols = loaded.shape.last().copied().unwrap_or(1).max(1);
                         let rows = loaded.values() as usize / cols;
@@ -122,10 +144,42 @@ impl MemoryPlan {
         }
         let order = |f: Format| Format::ALL.iter().position(|&g| g == f);
         plan.weights.sort_by_key(|w| order(w.format));
+        // What is quantised while it is loaded is in no file.
+        if let Some(memory) = options.memory.filter(|_| options.requantise.linear.is_none()) {
+            plan.fit(memory);
+        }
         plan
     }
 
-    fn matrix(&mut self, stored: &Stored<'_>, share: Share) {
+    /// Leaves the experts of the last layers in the file where all would not fit into `memory`. Of the room beside
+    /// everything else, half goes to packed experts and half is left to the file's pages.
+    fn fit(&mut self, memory: u64) {
+        let pages_experts = self.device == Device::Cpu && self.compute == Compute::Fast;
+        let total = self.total();
+        if total <= memory || !pages_experts || self.expert_layers.is_empty() {
+            return;
+        }
+        let experts: u64 = self.expert_layers.values().sum();
+        let mut room = memory.saturating_sub(total - experts) / 2;
+        let mut paged = PagedExperts { layers: self.expert_layers.len(), packed_layers: 0, bytes: experts };
+        for &bytes in self.expert_layers.values() {
+            if bytes > room {
+                break;
+            }
+            room -= bytes;
+            paged.layers -= 1;
+            paged.packed_layers += 1;
+            paged.bytes -= bytes;
+        }
+        self.paged = Some(paged);
+    }
+
+    /// For [`LoadOptions::packed_experts`](crate::LoadOptions::packed_experts): a layer has two matrices of experts.
+    pub fn packed_experts(&self) -> Option<usize> {
+        self.paged.map(|paged| 2 * paged.packed_layers)
+    }
+
+    fn matrix(&mut self, role: Role, stored: &Stored<'_>, share: Share) {
         let cols = stored.shape.last().copied().unwrap_or(1);
         let rows = stored.values() as usize / cols.max(1);
         let packed = match share {
@@ -137,6 +191,9 @@ impl MemoryPlan {
         };
         let bytes = packed.map_or(stored.bytes, |b| b as u64);
         self.count(stored.format, 1, bytes);
+        if let (Role::Layer(layer, _), Share::Experts { .. }) = (role, &share) {
+            *self.expert_layers.entry(layer).or_default() += bytes;
+        }
         let (part, whole) = match share {
             Share::Whole => (1, 1),
             Share::OneRow => (1, stored.shape.first().map_or(1, |&rows| rows as u64).max(1)),
@@ -157,7 +214,7 @@ impl MemoryPlan {
         }
     }
 
-    /// Bytes of all weights.
+    /// Bytes of all weights, wherever they are.
     pub fn weight_bytes(&self) -> u64 {
         self.weights.iter().map(|w| w.bytes).sum::<u64>() + self.vector_bytes
     }
@@ -178,9 +235,10 @@ impl MemoryPlan {
         self.activations.iter().map(bytes).sum::<u64>() + self.experts_bytes
     }
 
-    /// Bytes in all.
+    /// Bytes in all, without those of experts that stay in the file.
     pub fn total(&self) -> u64 {
-        let parts = [self.weight_bytes(), self.kv_bytes(), self.activation_bytes(), self.device_bytes];
+        let weights = self.weight_bytes() - self.paged.map_or(0, |paged| paged.bytes);
+        let parts = [weights, self.kv_bytes(), self.activation_bytes(), self.device_bytes];
         parts.into_iter().fold(0, u64::saturating_add)
     }
 

@@ -148,7 +148,7 @@ fn figures_of_gemma3_270m() {
 
 fn real(path: &Path, context: usize) -> Runner {
     let checkpoint = Checkpoint::open(path).unwrap();
-    let options = CpuOptions { threads: None, compute: Compute::Fast, level: None };
+    let options = CpuOptions { threads: None, compute: Compute::Fast, level: None, packed_experts: None };
     let mut backend: Box<dyn Backend> = Box::new(CpuBackend::new(options).unwrap());
     let limits = Limits { rows: 512, head_rows: 16 };
     let options = BuildOptions { limits, embed_scale: EmbedScale::F32, requantise: Default::default() };

@@ -126,6 +126,7 @@ fn a_plan_counts_what_is_loaded() {
             compute: Compute::F32,
             device: Device::Cpu,
             requantise,
+            memory: None,
         };
         MemoryPlan::new(&checkpoint, &config, &options)
     };

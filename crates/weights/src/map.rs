@@ -71,23 +71,36 @@ impl AsRef<[u8]> for FileMapping {
     }
 }
 
+#[cfg(unix)]
+impl FileMapping {
+    /// Where `bytes` start, if they lie in this map.
+    fn offset(&self, bytes: &[u8]) -> Option<usize> {
+        let offset = (bytes.as_ptr() as usize).checked_sub(self.0.as_ptr() as usize)?;
+        (offset + bytes.len() <= self.0.len()).then_some(offset)
+    }
+}
+
+// Both are advice: a system that does not take it keeps pages a while longer, or reads them when they are needed.
+#[cfg(unix)]
 impl FileBytes for FileMapping {
     fn release(&self, bytes: &[u8]) {
-        let offset = (bytes.as_ptr() as usize).checked_sub(self.0.as_ptr() as usize);
-        let inside = offset.filter(|offset| offset + bytes.len() <= self.0.len());
-        #[cfg(unix)]
-        if let Some(offset) = inside {
+        if let Some(offset) = self.offset(bytes) {
             let dont_need = memmap2::UncheckedAdvice::DontNeed;
             // SAFETY: the map is a read-only, shared one of a file, so dropped pages are read from the file again on
             // the next access and no view ever sees other bytes.
-            let advised = unsafe { self.0.unchecked_advise_range(dont_need, offset, bytes.len()) };
-            // It is advice: a system that does not take it keeps the pages a while longer.
-            drop(advised);
+            let _ = unsafe { self.0.unchecked_advise_range(dont_need, offset, bytes.len()) };
         }
-        #[cfg(not(unix))]
-        let _ = inside;
+    }
+
+    fn want(&self, bytes: &[u8]) {
+        if let Some(offset) = self.offset(bytes) {
+            let _ = self.0.advise_range(memmap2::Advice::WillNeed, offset, bytes.len());
+        }
     }
 }
+
+#[cfg(not(unix))]
+impl FileBytes for FileMapping {}
 
 impl Deref for Mapped {
     type Target = [u8];
@@ -119,6 +132,9 @@ mod tests {
         // Neither end on a page border.
         assert!(map.release(&map[4_099..33_333]));
         assert!(map.release(&map[..]));
+        let shared = map.share();
+        shared.want(&map[5_001..39_999]);
+        shared.want(&bytes);
         assert_eq!(&map[..], &bytes[..]);
         assert!(!map.release(&bytes));
         let of_the_program = Mapped::from_static(b"abc");

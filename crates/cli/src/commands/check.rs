@@ -65,8 +65,8 @@ fn model(args: &Args, checkpoint: &Checkpoint, report: &mut Report) -> anyhow::R
         report.add(Finding::new(Level::Warn, "note", note))?;
     }
     report.add(check::inventory(checkpoint, &config))?;
-    let plan = load::plan(checkpoint, &config, &options);
-    report.add(check::fit(&plan, options.context_for(&config), options.device))?;
+    let plan = load::plan(checkpoint, &config, &options, &args.load.device);
+    report.add(check::fit(&plan, options.context_for(&config), load::memory(&args.load.device)))?;
     if args.full {
         let mut bar = Bar::new("reading", Unit::Bytes);
         let findings = check::tensors(checkpoint, &mut |done, total| bar.at(done, total));

@@ -51,7 +51,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
         chunk: args.chunk as usize,
         ..args.device.options(args.compute.compute)
     };
-    let plan = load::plan(&checkpoint, &config, &options);
+    let plan = load::plan(&checkpoint, &config, &options, &args.device);
     let mut out = stdout().lock();
     match args.json {
         true => writeln!(out, "{:#}", as_json(&checkpoint, &config, &options, &plan))?,
@@ -212,6 +212,10 @@ fn memory(plan: &MemoryPlan, options: &LoadOptions) -> Table {
     if plan.device_bytes > 0 {
         table.row(vec!["between kernels".into(), bytes(plan.device_bytes), String::new()]);
     }
+    if let Some(paged) = plan.paged {
+        let detail = format!("experts of {} layers, read from it as they are chosen", paged.layers);
+        table.row(vec!["of these in the file".into(), bytes(paged.bytes), detail]);
+    }
     table.row(vec!["total".into(), bytes(plan.total()), String::new()]);
     table
 }
@@ -287,6 +291,7 @@ fn as_json(checkpoint: &Checkpoint, config: &Config, options: &LoadOptions, plan
             "kv_full": plan.kv_group_bytes(Group::Full),
             "kv_bytes": plan.kv_bytes(),
             "activation_bytes": plan.activation_bytes(),
+            "paged_experts": plan.paged.map(|p| json!({"layers": p.layers, "bytes": p.bytes})),
             "device_bytes": plan.device_bytes,
             "total": plan.total(),
             "weight_bytes_per_token": plan.weight_bytes_per_token,

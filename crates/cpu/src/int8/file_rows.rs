@@ -14,43 +14,51 @@ use crate::level::Isa;
 #[cfg(target_arch = "x86_64")]
 use crate::level::Level;
 
-/// Decodes a row; false where the format is not a packed one.
-pub(crate) fn decode_file_row(isa: Isa, format: Format, bytes: &[u8], out: &mut [f32]) -> bool {
-    with_kind!(format, K => at_level::<K>(isa, bytes, out)).is_some()
+/// Decodes a row whose scales beside the codes, where it has any for its blocks, are `beside`; false where the format is
+/// not a packed one or the row no whole blocks of 32. A multiplier of the matrix is left to the caller.
+pub(crate) fn decode_file_row(
+    isa: Isa,
+    format: Format,
+    bytes: &[u8],
+    beside: &[u8],
+    out: &mut [f32],
+) -> bool {
+    out.len().is_multiple_of(BLOCK)
+        && with_kind!(format, K => at_level::<K>(isa, bytes, beside, out)).is_some()
 }
 
-fn at_level<K: Kind>(isa: Isa, bytes: &[u8], out: &mut [f32]) {
+fn at_level<K: Kind>(isa: Isa, bytes: &[u8], beside: &[u8], out: &mut [f32]) {
     match isa.level() {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the level was detected.
-        Level::Avx512 => unsafe { avx512::<K>(bytes, out) },
+        Level::Avx512 => unsafe { avx512::<K>(bytes, beside, out) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: as above.
-        Level::Avx2 => unsafe { avx2::<K>(bytes, out) },
-        _ => plain::<K>(bytes, out),
+        Level::Avx2 | Level::AvxVnni => unsafe { avx2::<K>(bytes, beside, out) },
+        _ => plain::<K>(bytes, beside, out),
     }
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq")]
-fn avx512<K: Kind>(bytes: &[u8], out: &mut [f32]) {
-    plain::<K>(bytes, out);
+fn avx512<K: Kind>(bytes: &[u8], beside: &[u8], out: &mut [f32]) {
+    plain::<K>(bytes, beside, out);
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma,f16c")]
-fn avx2<K: Kind>(bytes: &[u8], out: &mut [f32]) {
-    plain::<K>(bytes, out);
+fn avx2<K: Kind>(bytes: &[u8], beside: &[u8], out: &mut [f32]) {
+    plain::<K>(bytes, beside, out);
 }
 
 #[inline(always)]
-fn plain<K: Kind>(bytes: &[u8], out: &mut [f32]) {
+fn plain<K: Kind>(bytes: &[u8], beside: &[u8], out: &mut [f32]) {
     // Scales of a super-block as a tile has them, this row the first of it.
     let mut scales = [0u8; 512];
     let scales = &mut scales[..K::Scaling::BYTES];
-    let files = bytes.chunks_exact(K::FORMAT.block_bytes());
-    for (file, out) in files.zip(out.chunks_exact_mut(K::Scaling::BLOCKS * BLOCK)) {
-        K::Scaling::put(file, 0, scales);
+    let files = bytes.chunks_exact(K::FILE_BYTES).enumerate();
+    for ((i, file), out) in files.zip(out.chunks_exact_mut(K::Scaling::BLOCKS * BLOCK)) {
+        K::Scaling::put(file, &beside[i * K::Scaling::BESIDE..][..K::Scaling::BESIDE], 0, scales);
         for (j, out) in out.as_chunks_mut::<BLOCK>().0.iter_mut().enumerate() {
             let words = K::words(file, j);
             for (half, out) in out.as_chunks_mut::<16>().0.iter_mut().enumerate() {
@@ -69,11 +77,12 @@ pub(super) fn half_values<K: Kind>(words: &Words, half: usize, f: RowFactors, ou
     }
     for (value, code) in out.iter_mut().zip(codes) {
         let number = match K::LEVELS {
-            Some(levels) => i32::from(levels[usize::from(code & 15)]),
+            Some(levels) => i32::from(levels[usize::from(code & 15)]) - K::OFFSET,
             None if K::SIGNED => i32::from(code as i8),
             None => i32::from(code) - K::OFFSET,
         };
-        *value = f.scale * number as f32;
+        let number = if K::NEGATIVE_ZERO && code & 15 == 8 { -0.0 } else { number as f32 };
+        *value = f.scale * number;
         if K::Scaling::MINIMUM {
             *value += f.minimum;
         }

@@ -1,28 +1,34 @@
 //! The formats that are packed: what their codes and scales are, and where the file keeps them.
 
-use lapidary_formats::Format;
 use lapidary_formats::codec::iq4_nl::LEVELS;
 use lapidary_formats::fp4::E2M1_DOUBLED;
+use lapidary_formats::{Format, Scales};
 
+use super::activations::BLOCK;
 use super::codes::{Codes, Eight, Five, Four, Six, Three, Two, Words};
 use super::scaling::{self, Scaling};
 
-/// A packed format: a value is `scale * (code - OFFSET)`, or `scale * LEVELS[code]`, and perhaps a minimum.
+/// A packed format: a value is `scale * (code - OFFSET)`, or `scale * (LEVELS[code] - OFFSET)`, and perhaps a minimum.
 pub(crate) trait Kind {
     /// As the file has it.
     const FORMAT: Format;
-    /// Subtracted from every code.
+    /// Bytes of a row's super-block in the file.
+    const FILE_BYTES: usize =
+        Self::Scaling::BLOCKS * BLOCK / Self::FORMAT.block_len() * Self::FORMAT.block_bytes();
+    /// Subtracted from every code or level.
     const OFFSET: i32 = 0;
     /// Whether codes (or levels) are signed bytes.
     const SIGNED: bool = false;
     /// What codes index, if they do.
     const LEVELS: Option<&'static [i8; 16]> = None;
+    /// Whether code 8 is a negative zero when a row is decoded.
+    const NEGATIVE_ZERO: bool = false;
     /// Layout of the codes.
     type Codes: Codes;
     /// Rule of the scales.
     type Scaling: Scaling;
 
-    /// The codes of 32 inputs, the `block`th of the file's block.
+    /// The codes of 32 inputs, the `block`th of the file's super-block.
     fn words(file: &[u8], block: usize) -> Words;
 }
 
@@ -33,6 +39,19 @@ fn word(bytes: &[u8], at: usize) -> u32 {
 /// 16 bytes from `at` on: inputs 0 to 15 in the low nibbles, 16 to 31 in the high ones.
 fn nibbles(file: &[u8], at: usize) -> Words {
     std::array::from_fn(|v| word(file, at + 4 * (v % 4)) >> (4 * (v / 4)) & 0x0F0F_0F0F)
+}
+
+/// 16 bytes, each with two neighbouring inputs, the even one in the low nibble.
+fn neighbours(file: &[u8]) -> Words {
+    std::array::from_fn(|v| {
+        let x = u32::from(file[2 * v]) | u32::from(file[2 * v + 1]) << 8;
+        x & 15 | (x & 0xF0) << 4 | (x & 0xF00) << 8 | (x & 0xF000) << 12
+    })
+}
+
+/// 16 bytes from `at` on, eight for each half: inputs 0 to 7 in the low nibbles, 8 to 15 in the high ones.
+fn eights(file: &[u8], at: usize) -> Words {
+    std::array::from_fn(|v| word(file, at + 8 * (v / 4) + 4 * (v % 2)) >> (4 * (v / 2 % 2)) & 0x0F0F_0F0F)
 }
 
 /// The bits of the 32-bit word at `at`, bit i for input i, as the fifth bits of the codes.
@@ -100,11 +119,23 @@ macro_rules! kinds {
     };
     (@const OFFSET = $value:expr) => { const OFFSET: i32 = $value; };
     (@const SIGNED = $value:expr) => { const SIGNED: bool = $value; };
+    (@const NEGATIVE_ZERO = $value:expr) => { const NEGATIVE_ZERO: bool = $value; };
     (@const LEVELS = $value:expr) => { const LEVELS: Option<&'static [i8; 16]> = Some($value); };
 }
 
-/// The E2M1 numbers doubled, by code.
-const DOUBLED: &[i8; 16] = &E2M1_DOUBLED;
+/// The largest E2M1 number doubled.
+const TWELVE: i32 = 12;
+
+/// The E2M1 numbers doubled, by code, moved up by [`TWELVE`]: without signs they are multiplied as they are.
+const DOUBLED: &[i8; 16] = &{
+    let mut levels = E2M1_DOUBLED;
+    let mut code = 0;
+    while code < 16 {
+        levels[code] += TWELVE as i8;
+        code += 1;
+    }
+    levels
+};
 
 kinds! {
     Q4_0: Four, scaling::Plain, { OFFSET = 8 }, |f, _b| nibbles(f, 2);
@@ -113,7 +144,11 @@ kinds! {
     Q5_1: Five, scaling::Affine, {}, |f, _b| joined(nibbles(f, 8), fifth_bits(f, 4));
     Q8_0: Eight, scaling::Plain, { SIGNED = true }, |f, _b| std::array::from_fn(|v| word(f, 2 + 4 * v));
     Iq4Nl: Four, scaling::Plain, { SIGNED = true, LEVELS = &LEVELS }, |f, _b| nibbles(f, 2);
-    Mxfp4: Four, scaling::Exponent, { SIGNED = true, LEVELS = DOUBLED }, |f, _b| nibbles(f, 1);
+    Mxfp4: Four, scaling::Exponent, { OFFSET = TWELVE, LEVELS = DOUBLED }, |f, _b| nibbles(f, 1);
+    Nvfp4: Four, scaling::E4m3Beside, { OFFSET = TWELVE, LEVELS = DOUBLED, NEGATIVE_ZERO = true },
+        |f, _b| neighbours(f);
+    GgufNvfp4: Four, scaling::E4m3Inside, { OFFSET = TWELVE, LEVELS = DOUBLED }, |f, b| eights(f, 4 + 16 * b);
+    Int4G32: Four, scaling::Bf16Beside, { OFFSET = 8 }, |f, _b| neighbours(f);
     Q2K: Two, scaling::NibbleHalves, {}, |f, b| two_bits_of(f, 16 + b / 4 * 32, b % 4 * 2, 0);
     Q3K: Three, scaling::SignedHalves<true>, { OFFSET = 4 },
         |f, b| joined(two_bits_of(f, 32 + b / 4 * 32, b % 4 * 2, 0), bit_of(f, 0, b, 2));
@@ -126,4 +161,14 @@ kinds! {
             two_bits_of(f, 128 + b / 4 * 32, b % 4 * 2, 4),
         );
     Iq4Xs: Four, scaling::Signed, { SIGNED = true, LEVELS = &LEVELS }, |f, b| nibbles(f, 8 + 16 * b);
+}
+
+/// Scales beside the codes, as packing takes them: bytes that go with the blocks, and one multiplier for all.
+pub(crate) fn beside<'a>(scales: &Scales<'a>) -> (&'a [u8], f32) {
+    match scales {
+        Scales::Nvfp4 { blocks, tensor } => (blocks, *tensor),
+        Scales::Group32Bf16(bytes) => (bytes, 1.0),
+        Scales::Tensor(scale) => (&[], *scale),
+        _ => (&[], 1.0),
+    }
 }

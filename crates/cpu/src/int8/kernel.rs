@@ -8,8 +8,8 @@
 //!
 //! Lane r of every vector belongs to row r, so nothing is summed across lanes and an output's order of sums is
 //! that of its blocks, however many rows of x are taken at once. The offset is taken out by starting the
-//! integer sum at `-offset * xsum`. With halves, each half block's integer is first multiplied by its own whole
-//! factor; all stay far below 2^31.
+//! integer sum at `-offset * xsum`. With halves, each half block's integer is first multiplied by its own factor:
+//! a whole one, where all stay far below 2^31, or a float32 scale. A multiplier of the whole matrix comes last.
 //!
 //! Ceiling: with one row of x the bytes of the tile; with eight, eight dot instructions and about four others
 //! for each block of each row.
@@ -25,10 +25,12 @@ use super::activations::{BLOCK, Head, QuantRows};
 use super::codes::Codes;
 use super::formats::{Kind, with_kind};
 use super::lanes::{LANES, Lanes, Plain};
-use super::scaling::{Factors, Scaling, Unpacked};
+#[cfg(target_arch = "aarch64")]
+use super::neon::{Neon, NeonDot, NeonI8mm};
+use super::scaling::{Factors, Grain, Scaling, Unpacked};
 use super::tiles::tile_bytes;
 #[cfg(target_arch = "x86_64")]
-use super::x86::{Avx2, Avx512Vnni};
+use super::x86::{Avx2, Avx512Vnni, AvxVnni};
 use crate::level::{Isa, Level};
 use lapidary_formats::Format;
 
@@ -44,7 +46,8 @@ const fn bytes_ahead<K: Kind>() -> usize {
 /// The features of the level that it was chosen for; at `tile` are `tiles` whole tiles, 1 or 2, of `x.width` inputs of
 /// the format that it was chosen for, `x` has `count` whole rows, and `out` has room for `x.count` rows of [`PAIR`] floats,
 /// of which the last 16 are used only with two tiles.
-pub(crate) type Kernel = unsafe fn(tile: *const u8, tiles: usize, x: QuantRows<'_>, out: *mut f32);
+pub(crate) type Kernel =
+    unsafe fn(tile: *const u8, tiles: usize, x: QuantRows<'_>, multiplier: f32, out: *mut f32);
 
 /// Floats from one row's results to the next: two tiles' worth.
 pub(crate) const PAIR: usize = 2 * LANES;
@@ -63,52 +66,119 @@ pub(crate) fn choose(isa: Isa, format: Format) -> Option<Choice> {
 }
 
 fn choose_kind<K: Kind>(isa: Isa) -> Choice {
-    #[cfg(target_arch = "x86_64")]
-    {
-        if isa.vnni() {
-            return Choice { kernel: avx512vnni::<K>, name: "avx512-vnni" };
-        }
-        if isa.level() >= Level::Avx2 {
-            return Choice { kernel: avx2::<K>, name: "avx2" };
-        }
+    match isa.level() {
+        #[cfg(target_arch = "x86_64")]
+        Level::Avx512 if isa.vnni() => Choice { kernel: avx512vnni::<K>, name: "avx512-vnni" },
+        #[cfg(target_arch = "x86_64")]
+        Level::AvxVnni => Choice { kernel: avxvnni::<K>, name: "avx-vnni" },
+        #[cfg(target_arch = "x86_64")]
+        Level::Avx2 | Level::Avx512 => Choice { kernel: avx2::<K>, name: "avx2" },
+        #[cfg(target_arch = "aarch64")]
+        Level::NeonI8mm => Choice { kernel: neon_i8mm::<K>, name: "neon-i8mm" },
+        #[cfg(target_arch = "aarch64")]
+        Level::NeonDot => Choice { kernel: neon_dot::<K>, name: "neon-dotprod" },
+        #[cfg(target_arch = "aarch64")]
+        Level::Neon => Choice { kernel: run::<Neon, K>, name: "neon" },
+        _ => Choice { kernel: run::<Plain, K>, name: "scalar" },
     }
-    debug_assert!(isa.level() >= Level::Scalar);
-    Choice { kernel: run::<Plain, K>, name: "scalar" }
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-unsafe fn avx512vnni<K: Kind>(tile: *const u8, tiles: usize, x: QuantRows<'_>, out: *mut f32) {
+unsafe fn avx512vnni<K: Kind>(
+    tile: *const u8,
+    tiles: usize,
+    x: QuantRows<'_>,
+    multiplier: f32,
+    out: *mut f32,
+) {
     // SAFETY: the caller's.
-    unsafe { run::<Avx512Vnni, K>(tile, tiles, x, out) }
+    unsafe { run::<Avx512Vnni, K>(tile, tiles, x, multiplier, out) }
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn avx2<K: Kind>(tile: *const u8, tiles: usize, x: QuantRows<'_>, out: *mut f32) {
+unsafe fn avx2<K: Kind>(tile: *const u8, tiles: usize, x: QuantRows<'_>, multiplier: f32, out: *mut f32) {
     // SAFETY: the caller's.
-    unsafe { run::<Avx2, K>(tile, tiles, x, out) }
+    unsafe { run::<Avx2, K>(tile, tiles, x, multiplier, out) }
 }
 
-/// One row or two wait for memory: two tiles are read side by side, which gives more of it than one. With more rows a
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma,f16c,avxvnni")]
+unsafe fn avxvnni<K: Kind>(tile: *const u8, tiles: usize, x: QuantRows<'_>, multiplier: f32, out: *mut f32) {
+    // SAFETY: the caller's.
+    unsafe { run::<AvxVnni, K>(tile, tiles, x, multiplier, out) }
+}
+
+#[cfg(all(test, target_arch = "x86_64"))]
+#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512vl,avx512vnni")]
+unsafe fn avx512vnni256<K: Kind>(
+    tile: *const u8,
+    tiles: usize,
+    x: QuantRows<'_>,
+    multiplier: f32,
+    out: *mut f32,
+) {
+    // SAFETY: the caller's.
+    unsafe { run::<super::x86::Avx512Vnni256, K>(tile, tiles, x, multiplier, out) }
+}
+
+/// The kernel of AVX-VNNI in AVX-512's encoding of its instructions.
+#[cfg(all(test, target_arch = "x86_64"))]
+pub(crate) fn choose_vnni256(isa: Isa, format: Format) -> Option<Choice> {
+    isa.vnni()
+        .then(|| with_kind!(format, K => Choice { kernel: avx512vnni256::<K>, name: "avx512-vnni-256" }))
+        .flatten()
+}
+
+#[cfg(target_arch = "aarch64")]
+#[target_feature(enable = "neon,dotprod")]
+unsafe fn neon_dot<K: Kind>(tile: *const u8, tiles: usize, x: QuantRows<'_>, multiplier: f32, out: *mut f32) {
+    // SAFETY: the caller's.
+    unsafe { run::<NeonDot, K>(tile, tiles, x, multiplier, out) }
+}
+
+#[cfg(target_arch = "aarch64")]
+#[target_feature(enable = "neon,dotprod,i8mm")]
+unsafe fn neon_i8mm<K: Kind>(
+    tile: *const u8,
+    tiles: usize,
+    x: QuantRows<'_>,
+    multiplier: f32,
+    out: *mut f32,
+) {
+    // SAFETY: the caller's.
+    unsafe { run::<NeonI8mm, K>(tile, tiles, x, multiplier, out) }
+}
+
+/// One row to three wait for memory: two tiles are read side by side, which gives more of it than one. With more rows a
 /// block's codes are unpacked once for all of them.
 ///
 /// # Safety
 /// As for [`Kernel`].
 #[inline(always)]
-unsafe fn run<S: Lanes, K: Kind>(tile: *const u8, tiles: usize, x: QuantRows<'_>, out: *mut f32) {
+unsafe fn run<S: Lanes, K: Kind>(
+    tile: *const u8,
+    tiles: usize,
+    x: QuantRows<'_>,
+    multiplier: f32,
+    out: *mut f32,
+) {
+    let multiplier = multiplier * K::Scaling::UNIT;
     // SAFETY: the caller's.
     unsafe {
         match (x.count, tiles) {
-            (1, 1) => few::<S, K, 1, 1>(tile, x, out),
-            (1, _) => few::<S, K, 1, 2>(tile, x, out),
-            (2, 1) => few::<S, K, 2, 1>(tile, x, out),
-            (2, _) => few::<S, K, 2, 2>(tile, x, out),
+            (1, 1) => few::<S, K, 1, 1>(tile, x, multiplier, out),
+            (1, _) => few::<S, K, 1, 2>(tile, x, multiplier, out),
+            (2, 1) => few::<S, K, 2, 1>(tile, x, multiplier, out),
+            (2, _) => few::<S, K, 2, 2>(tile, x, multiplier, out),
+            (3, 1) => few::<S, K, 3, 1>(tile, x, multiplier, out),
+            (3, _) => few::<S, K, 3, 2>(tile, x, multiplier, out),
             _ => {
                 for t in 0..tiles {
                     let tile = tile.add(t * tile_bytes::<K>(x.width));
                     for first in (0..x.count).step_by(AT_ONCE) {
-                        many::<S, K>(tile, x, first, out.add(t * LANES));
+                        many::<S, K>(tile, x, first, multiplier, out.add(t * LANES));
                     }
                 }
             }
@@ -124,6 +194,7 @@ unsafe fn run<S: Lanes, K: Kind>(tile: *const u8, tiles: usize, x: QuantRows<'_>
 unsafe fn few<S: Lanes, K: Kind, const M: usize, const T: usize>(
     tile: *const u8,
     x: QuantRows<'_>,
+    multiplier: f32,
     out: *mut f32,
 ) {
     let blocks = x.width / BLOCK;
@@ -156,7 +227,7 @@ unsafe fn few<S: Lanes, K: Kind, const M: usize, const T: usize>(
                     }
                     let w = weights::<S, K>(codes);
                     let f = K::Scaling::factors::<S>(scales.add(t * tile_bytes), &unpacked[t], j);
-                    block::<S, K, M>(&w, &f, x, 0, b, acc[t].as_mut_ptr());
+                    block::<S, K, M, false>(&w, &f, x, 0, b, acc[t].as_mut_ptr());
                 }
                 codes = codes.add(K::Codes::BYTES);
                 b += 1;
@@ -165,7 +236,7 @@ unsafe fn few<S: Lanes, K: Kind, const M: usize, const T: usize>(
         }
         for (t, acc) in acc.into_iter().enumerate() {
             for (m, acc) in acc.into_iter().enumerate() {
-                S::store(acc, out.add(m * PAIR + t * LANES));
+                S::store(S::mul(acc, S::floats(multiplier)), out.add(m * PAIR + t * LANES));
             }
         }
     }
@@ -179,7 +250,13 @@ const AT_ONCE: usize = 64;
 /// # Safety
 /// As for [`Kernel`]; x has row `first`.
 #[inline(always)]
-unsafe fn many<S: Lanes, K: Kind>(tile: *const u8, x: QuantRows<'_>, first: usize, out: *mut f32) {
+unsafe fn many<S: Lanes, K: Kind>(
+    tile: *const u8,
+    x: QuantRows<'_>,
+    first: usize,
+    multiplier: f32,
+    out: *mut f32,
+) {
     let blocks = x.width / BLOCK;
     let ahead = bytes_ahead::<K>() / K::Codes::BYTES;
     let tile_bytes = tile_bytes::<K>(x.width);
@@ -208,16 +285,23 @@ unsafe fn many<S: Lanes, K: Kind>(tile: *const u8, x: QuantRows<'_>, first: usiz
                 let w = weights::<S, K>(codes);
                 let f = K::Scaling::factors::<S>(scales, &unpacked, j);
                 let mut m = 0;
+                if S::PAIRED {
+                    let w = S::pair(w);
+                    while count - m >= 2 {
+                        block::<S, K, 2, true>(&w, &f, x, first + m, b, acc.add(m));
+                        m += 2;
+                    }
+                }
                 while S::ROWS >= 4 && count - m >= 4 {
-                    block::<S, K, 4>(&w, &f, x, first + m, b, acc.add(m));
+                    block::<S, K, 4, false>(&w, &f, x, first + m, b, acc.add(m));
                     m += 4;
                 }
                 while count - m >= 2 {
-                    block::<S, K, 2>(&w, &f, x, first + m, b, acc.add(m));
+                    block::<S, K, 2, false>(&w, &f, x, first + m, b, acc.add(m));
                     m += 2;
                 }
                 if count > m {
-                    block::<S, K, 1>(&w, &f, x, first + m, b, acc.add(m));
+                    block::<S, K, 1, false>(&w, &f, x, first + m, b, acc.add(m));
                 }
                 codes = codes.add(K::Codes::BYTES);
                 b += 1;
@@ -225,7 +309,7 @@ unsafe fn many<S: Lanes, K: Kind>(tile: *const u8, x: QuantRows<'_>, first: usiz
             scales = scales.add(K::Scaling::BYTES);
         }
         for m in 0..count {
-            S::store(acc.add(m).read(), out.add((first + m) * PAIR));
+            S::store(S::mul(acc.add(m).read(), S::floats(multiplier)), out.add((first + m) * PAIR));
         }
     }
 }
@@ -252,12 +336,12 @@ unsafe fn weights<S: Lanes, K: Kind>(codes: *const u8) -> [S::B; 8] {
 }
 
 /// Adds block `b` of rows `first .. first + M` of x to their sums. The rows' chains of dot products lie side by side,
-/// since each alone waits for its last.
+/// since each alone waits for its last. `PAIRED`: M is 2 and the weights are as [`Lanes::pair`] gives them.
 ///
 /// # Safety
 /// The level's features; x has these rows and this block; `acc` has M sums.
 #[inline(always)]
-unsafe fn block<S: Lanes, K: Kind, const M: usize>(
+unsafe fn block<S: Lanes, K: Kind, const M: usize, const PAIRED: bool>(
     w: &[S::B; 8],
     f: &Factors<S>,
     x: QuantRows<'_>,
@@ -270,22 +354,35 @@ unsafe fn block<S: Lanes, K: Kind, const M: usize>(
         let row = x.bytes.as_ptr().add(first * x.stride);
         let codes = |m: usize| row.add(m * x.stride + b * BLOCK).cast::<i8>();
         let head = |m: usize| &*row.add(m * x.stride + x.width).cast::<Head>().add(b);
-        if K::Scaling::HALVES {
+        if K::Scaling::GRAIN != Grain::Block {
             let mut sums = [[S::ints(0); M]; 2];
             for m in 0..M {
                 let head = head(m);
                 sums[0][m] = S::ints(-offset::<S, K>() * head.half);
                 sums[1][m] = S::ints(-offset::<S, K>() * (head.sum - head.half));
             }
-            for v in 0..8 {
-                for m in 0..M {
-                    let sum = &mut sums[v / 4][m];
-                    *sum = dot::<S, K>(*sum, w[v], codes(m).add(4 * v));
+            if PAIRED {
+                let x = [codes(0), codes(1)];
+                S::dot_pair(sums[0].as_mut_ptr(), w, 0, 4, x);
+                S::dot_pair(sums[1].as_mut_ptr(), w, 4, 8, x);
+            } else {
+                for v in 0..8 {
+                    for m in 0..M {
+                        let sum = &mut sums[v / 4][m];
+                        *sum = dot::<S, K>(*sum, w[v], codes(m).add(4 * v));
+                    }
                 }
             }
             for m in 0..M {
                 let (head, acc) = (head(m), &mut *acc.add(m));
                 let scale = S::floats(head.scale);
+                if K::Scaling::GRAIN == Grain::ScaledHalves {
+                    // Both products are exact: sums of 15 bits, scales of 4.
+                    let first = S::mul(S::to_floats(sums[0][m]), f.half_scales[0]);
+                    let both = S::mul_add(S::to_floats(sums[1][m]), f.half_scales[1], first);
+                    *acc = S::mul_add(both, scale, *acc);
+                    continue;
+                }
                 let scaled =
                     S::add_ints(S::mul_ints(sums[0][m], f.halves[0]), S::mul_ints(sums[1][m], f.halves[1]));
                 *acc = S::mul_add(S::to_floats(scaled), S::mul(f.scale, scale), *acc);
@@ -301,9 +398,13 @@ unsafe fn block<S: Lanes, K: Kind, const M: usize>(
             for m in 0..M {
                 sums[m] = S::ints(-offset::<S, K>() * head(m).sum);
             }
-            for v in 0..8 {
-                for m in 0..M {
-                    sums[m] = dot::<S, K>(sums[m], w[v], codes(m).add(4 * v));
+            if PAIRED {
+                S::dot_pair(sums.as_mut_ptr(), w, 0, 8, [codes(0), codes(1)]);
+            } else {
+                for v in 0..8 {
+                    for m in 0..M {
+                        sums[m] = dot::<S, K>(sums[m], w[v], codes(m).add(4 * v));
+                    }
                 }
             }
             for m in 0..M {

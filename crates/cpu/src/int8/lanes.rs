@@ -3,7 +3,7 @@
 //! A vector is 16 lanes of 32 bits, one lane for each row of a tile: as [`Lanes::B`] four bytes a lane, as
 //! [`Lanes::I`] an integer, as [`Lanes::F`] a float32. A level implements them with whatever registers it has.
 
-use half::f16;
+use half::{bf16, f16};
 
 /// Rows of a tile.
 pub(crate) const LANES: usize = 16;
@@ -24,6 +24,19 @@ pub(crate) trait Lanes: Copy {
     /// Rows of activations whose sums are made side by side; a power of two.
     const ROWS: usize;
 
+    /// Whether two rows of activations are multiplied together by [`dot_pair`](Lanes::dot_pair).
+    const PAIRED: bool = false;
+
+    /// Eight vectors of weights as `dot_pair` takes them.
+    #[inline(always)]
+    unsafe fn pair(w: [Self::B; 8]) -> [Self::B; 8] {
+        w
+    }
+    /// Adds to the two sums at `acc` what `dot_signed` of vectors `from .. to`, both even, adds, for one row of x each.
+    #[inline(always)]
+    unsafe fn dot_pair(_acc: *mut Self::I, _w: &[Self::B; 8], _from: usize, _to: usize, _x: [*const i8; 2]) {
+        unreachable!("rows are paired only where a level has products of matrices")
+    }
     /// 64 bytes at `p`.
     unsafe fn load(p: *const u8) -> Self::B;
     /// Asks for the cache line at `p`, which need not be readable.
@@ -59,6 +72,10 @@ pub(crate) trait Lanes: Copy {
     unsafe fn high_nibbles(a: Self::I) -> Self::I;
     /// 16 f16 at `p`.
     unsafe fn load_f16(p: *const u8) -> Self::F;
+    /// 16 bf16 at `p`.
+    unsafe fn load_bf16(p: *const u8) -> Self::F;
+    /// 16 E4M3 bytes at `p`, each as `2^-8` of its number; a NaN is none.
+    unsafe fn load_e4m3(p: *const u8) -> Self::F;
     /// 16 E8M0 bytes at `p`, each as `2^(e - 128)`, half the scale that it stands for.
     unsafe fn load_half_e8m0(p: *const u8) -> Self::F;
     unsafe fn floats(v: f32) -> Self::F;
@@ -87,7 +104,7 @@ macro_rules! operations {
         )*
     };
 }
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 pub(super) use operations;
 
 #[inline(always)]
@@ -146,6 +163,12 @@ impl Lanes for Plain {
         fn high_nibbles(a: [i32; 16]) -> [i32; 16] { lanes(a, |_, v| v >> 4) }
         fn load_f16(p: *const u8) -> [f32; 16] {
             lanes(p.cast::<[[u8; 2]; 16]>().read(), |_, v| f16::from_le_bytes(v).to_f32())
+        }
+        fn load_bf16(p: *const u8) -> [f32; 16] {
+            lanes(p.cast::<[[u8; 2]; 16]>().read(), |_, v| bf16::from_le_bytes(v).to_f32())
+        }
+        fn load_e4m3(p: *const u8) -> [f32; 16] {
+            lanes(p.cast::<[u8; 16]>().read(), |_, v| lapidary_formats::fp8::e4m3_to_f32(v) / 256.0)
         }
         fn load_half_e8m0(p: *const u8) -> [f32; 16] {
             lanes(p.cast::<[u8; 16]>().read(), |_, e| lapidary_formats::codec::mxfp4::half_scale(e))

@@ -11,13 +11,15 @@ mod file_rows;
 mod formats;
 mod kernel;
 mod lanes;
+#[cfg(target_arch = "aarch64")]
+mod neon;
 mod scaling;
 pub(crate) mod tiles;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
 pub(crate) use file_rows::decode_file_row;
-pub(crate) use formats::is_packed;
+pub(crate) use formats::{beside, is_packed};
 pub(crate) use kernel::PAIR;
 
 /// Name of the instruction set whose kernel multiplies `format`, if the format is packed.

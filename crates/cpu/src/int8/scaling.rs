@@ -4,8 +4,9 @@
 //! side, in the order in which [`Scaling::put`] writes them. A rule either scales a block as a whole or each half
 //! of it; it may have minimums.
 
-use half::f16;
+use half::{bf16, f16};
 use lapidary_formats::codec::{mxfp4, q3_k};
+use lapidary_formats::fp8::e4m3_to_f32;
 
 use super::lanes::{LANES, Lanes};
 
@@ -20,6 +21,8 @@ pub(crate) struct Factors<S: Lanes> {
     pub minimum: S::F,
     /// Whole factors of the two halves, where the rule has them.
     pub halves: [S::I; 2],
+    /// Scales of the two halves, where the rule has them instead of `scale`.
+    pub half_scales: [S::F; 2],
     pub half_minimums: [S::I; 2],
 }
 
@@ -30,19 +33,34 @@ pub(crate) struct RowFactors {
     pub minimum: f32,
 }
 
+/// What has a factor of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Grain {
+    /// A block.
+    Block,
+    /// Each half of a block has a whole factor, the block a scale.
+    WholeHalves,
+    /// Each half of a block has a scale.
+    ScaledHalves,
+}
+
 /// A rule.
 pub(crate) trait Scaling {
     /// Blocks in a super-block.
     const BLOCKS: usize;
     /// Bytes of a super-block of 16 rows.
     const BYTES: usize;
-    /// Whether each half of a block has a factor of its own.
-    const HALVES: bool;
+    /// What has a factor of its own.
+    const GRAIN: Grain;
     /// Whether there are minimums.
     const MINIMUM: bool;
+    /// Bytes of a row's super-block that the file has beside the codes.
+    const BESIDE: usize = 0;
+    /// What the kernel's factors have to be multiplied by; a power of two.
+    const UNIT: f32 = 1.0;
 
-    /// Stores the scales of a row's block as the file has it.
-    fn put(file: &[u8], row: usize, out: &mut [u8]);
+    /// Stores the scales of a row's super-block as the file has it, in the blocks or beside them.
+    fn put(file: &[u8], beside: &[u8], row: usize, out: &mut [u8]);
     /// Factors of half `half` of block `block`.
     fn row(scales: &[u8], row: usize, block: usize, half: usize) -> RowFactors;
     /// Unpacks what all blocks of the super-block at `p` need.
@@ -64,8 +82,8 @@ pub(crate) trait Scaling {
 unsafe fn only<S: Lanes>(scale: S::F) -> Factors<S> {
     // SAFETY: the caller's.
     unsafe {
-        let zero = S::ints(0);
-        Factors { scale, minimum: S::floats(0.0), halves: [zero; 2], half_minimums: [zero; 2] }
+        let (zero, none) = (S::ints(0), S::floats(0.0));
+        Factors { scale, minimum: none, halves: [zero; 2], half_scales: [none; 2], half_minimums: [zero; 2] }
     }
 }
 
@@ -85,10 +103,10 @@ pub(crate) struct Plain;
 impl Scaling for Plain {
     const BLOCKS: usize = 1;
     const BYTES: usize = F16S;
-    const HALVES: bool = false;
+    const GRAIN: Grain = Grain::Block;
     const MINIMUM: bool = false;
 
-    fn put(file: &[u8], row: usize, out: &mut [u8]) {
+    fn put(file: &[u8], _beside: &[u8], row: usize, out: &mut [u8]) {
         put_two(file, 0, row, out);
     }
     fn row(scales: &[u8], row: usize, _block: usize, _half: usize) -> RowFactors {
@@ -107,10 +125,10 @@ pub(crate) struct Exponent;
 impl Scaling for Exponent {
     const BLOCKS: usize = 1;
     const BYTES: usize = LANES;
-    const HALVES: bool = false;
+    const GRAIN: Grain = Grain::Block;
     const MINIMUM: bool = false;
 
-    fn put(file: &[u8], row: usize, out: &mut [u8]) {
+    fn put(file: &[u8], _beside: &[u8], row: usize, out: &mut [u8]) {
         out[row] = file[0];
     }
     fn row(scales: &[u8], row: usize, _block: usize, _half: usize) -> RowFactors {
@@ -129,10 +147,10 @@ pub(crate) struct Affine;
 impl Scaling for Affine {
     const BLOCKS: usize = 1;
     const BYTES: usize = 2 * F16S;
-    const HALVES: bool = false;
+    const GRAIN: Grain = Grain::Block;
     const MINIMUM: bool = true;
 
-    fn put(file: &[u8], row: usize, out: &mut [u8]) {
+    fn put(file: &[u8], _beside: &[u8], row: usize, out: &mut [u8]) {
         put_two(file, 0, row, out);
         put_two(file, 2, row, &mut out[F16S..]);
     }
@@ -155,10 +173,10 @@ const PLANES: usize = 12 * LANES;
 impl Scaling for Six {
     const BLOCKS: usize = 8;
     const BYTES: usize = PLANES + 2 * F16S;
-    const HALVES: bool = false;
+    const GRAIN: Grain = Grain::Block;
     const MINIMUM: bool = true;
 
-    fn put(file: &[u8], row: usize, out: &mut [u8]) {
+    fn put(file: &[u8], _beside: &[u8], row: usize, out: &mut [u8]) {
         for (b, &byte) in file[4..16].iter().enumerate() {
             out[b * LANES + row] = byte;
         }
@@ -208,10 +226,10 @@ pub(crate) struct Signed;
 impl Scaling for Signed {
     const BLOCKS: usize = 8;
     const BYTES: usize = 8 * LANES + F16S;
-    const HALVES: bool = false;
+    const GRAIN: Grain = Grain::Block;
     const MINIMUM: bool = false;
 
-    fn put(file: &[u8], row: usize, out: &mut [u8]) {
+    fn put(file: &[u8], _beside: &[u8], row: usize, out: &mut [u8]) {
         let high = u16::from_le_bytes([file[2], file[3]]);
         for j in 0..8 {
             let low = file[4 + j / 2] >> (4 * (j % 2)) & 15;
@@ -240,10 +258,10 @@ pub(crate) struct SignedHalves<const PACKED: bool>;
 impl<const PACKED: bool> Scaling for SignedHalves<PACKED> {
     const BLOCKS: usize = 8;
     const BYTES: usize = 16 * LANES + F16S;
-    const HALVES: bool = true;
+    const GRAIN: Grain = Grain::WholeHalves;
     const MINIMUM: bool = false;
 
-    fn put(file: &[u8], row: usize, out: &mut [u8]) {
+    fn put(file: &[u8], _beside: &[u8], row: usize, out: &mut [u8]) {
         let (scales, d) = if PACKED {
             (q3_k::unpack_scales(file[96..108].as_array().expect("twelve bytes")), 108)
         } else {
@@ -275,10 +293,10 @@ pub(crate) struct NibbleHalves;
 impl Scaling for NibbleHalves {
     const BLOCKS: usize = 8;
     const BYTES: usize = 16 * LANES + 2 * F16S;
-    const HALVES: bool = true;
+    const GRAIN: Grain = Grain::WholeHalves;
     const MINIMUM: bool = true;
 
-    fn put(file: &[u8], row: usize, out: &mut [u8]) {
+    fn put(file: &[u8], _beside: &[u8], row: usize, out: &mut [u8]) {
         for (j, &byte) in file[..16].iter().enumerate() {
             out[j * LANES + row] = byte;
         }
@@ -300,11 +318,111 @@ impl Scaling for NibbleHalves {
             let bytes = [S::load_u8(at), S::load_u8(at.add(LANES))];
             let (d, dmin) = (S::load_f16(p.add(16 * LANES)), S::load_f16(p.add(16 * LANES + F16S)));
             Factors {
-                scale: d,
                 minimum: S::mul(dmin, S::floats(-1.0)),
                 halves: [S::low_nibbles(bytes[0]), S::low_nibbles(bytes[1])],
                 half_minimums: [S::high_nibbles(bytes[0]), S::high_nibbles(bytes[1])],
+                ..only(d)
             }
         }
+    }
+}
+
+/// `(E4M3 / 2) * doubled code` with an E4M3 byte for each half block: NVFP4. The matrix has a multiplier beside.
+struct E4m3;
+
+impl E4m3 {
+    const BYTES: usize = 2 * LANES;
+    /// The kernel's bytes are 2^-8 of their numbers and its codes doubled ones.
+    const UNIT: f32 = 128.0;
+
+    fn put(bytes: [u8; 2], row: usize, out: &mut [u8]) {
+        for (half, byte) in bytes.into_iter().enumerate() {
+            out[half * LANES + row] = byte;
+        }
+    }
+    fn row(scales: &[u8], row: usize, half: usize) -> RowFactors {
+        RowFactors { scale: e4m3_to_f32(scales[half * LANES + row]) * 0.5, minimum: 0.0 }
+    }
+    /// # Safety
+    /// As for [`Scaling::factors`].
+    #[inline(always)]
+    unsafe fn factors<S: Lanes>(p: *const u8) -> Factors<S> {
+        // SAFETY: the caller's.
+        unsafe {
+            let half_scales = [S::load_e4m3(p), S::load_e4m3(p.add(LANES))];
+            Factors { half_scales, ..only(S::floats(0.0)) }
+        }
+    }
+}
+
+/// [`E4m3`] with the bytes beside the codes: the form of safetensors.
+pub(crate) struct E4m3Beside;
+
+impl Scaling for E4m3Beside {
+    const BLOCKS: usize = 1;
+    const BYTES: usize = E4m3::BYTES;
+    const GRAIN: Grain = Grain::ScaledHalves;
+    const MINIMUM: bool = false;
+    const BESIDE: usize = 2;
+    const UNIT: f32 = E4m3::UNIT;
+
+    fn put(_file: &[u8], beside: &[u8], row: usize, out: &mut [u8]) {
+        E4m3::put([beside[0], beside[1]], row, out);
+    }
+    fn row(scales: &[u8], row: usize, _block: usize, half: usize) -> RowFactors {
+        E4m3::row(scales, row, half)
+    }
+    #[inline(always)]
+    unsafe fn factors<S: Lanes>(p: *const u8, _unpacked: &Unpacked, _block: usize) -> Factors<S> {
+        // SAFETY: the caller's.
+        unsafe { E4m3::factors(p) }
+    }
+}
+
+/// [`E4m3`] with the bytes at the head of a block of 64 codes: the form of GGUF.
+pub(crate) struct E4m3Inside;
+
+impl Scaling for E4m3Inside {
+    const BLOCKS: usize = 2;
+    const BYTES: usize = 2 * E4m3::BYTES;
+    const GRAIN: Grain = Grain::ScaledHalves;
+    const MINIMUM: bool = false;
+    const UNIT: f32 = E4m3::UNIT;
+
+    fn put(file: &[u8], _beside: &[u8], row: usize, out: &mut [u8]) {
+        E4m3::put([file[0], file[1]], row, out);
+        E4m3::put([file[2], file[3]], row, &mut out[E4m3::BYTES..]);
+    }
+    fn row(scales: &[u8], row: usize, block: usize, half: usize) -> RowFactors {
+        E4m3::row(&scales[block * E4m3::BYTES..], row, half)
+    }
+    #[inline(always)]
+    unsafe fn factors<S: Lanes>(p: *const u8, _unpacked: &Unpacked, block: usize) -> Factors<S> {
+        // SAFETY: the caller's; block is below 2.
+        unsafe { E4m3::factors(p.add(block * E4m3::BYTES)) }
+    }
+}
+
+/// `d * code`, d a bf16 beside the codes: INT4.
+pub(crate) struct Bf16Beside;
+
+impl Scaling for Bf16Beside {
+    const BLOCKS: usize = 1;
+    const BYTES: usize = F16S;
+    const GRAIN: Grain = Grain::Block;
+    const MINIMUM: bool = false;
+    const BESIDE: usize = 2;
+
+    fn put(_file: &[u8], beside: &[u8], row: usize, out: &mut [u8]) {
+        put_two(beside, 0, row, out);
+    }
+    fn row(scales: &[u8], row: usize, _block: usize, _half: usize) -> RowFactors {
+        let scale = bf16::from_le_bytes([scales[2 * row], scales[2 * row + 1]]).to_f32();
+        RowFactors { scale, minimum: 0.0 }
+    }
+    #[inline(always)]
+    unsafe fn factors<S: Lanes>(p: *const u8, _unpacked: &Unpacked, _block: usize) -> Factors<S> {
+        // SAFETY: the caller's.
+        unsafe { only(S::load_bf16(p)) }
     }
 }

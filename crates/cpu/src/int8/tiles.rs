@@ -11,35 +11,88 @@ use lapidary_ops::Result;
 use super::activations::{BLOCK, QuantRows};
 use super::codes::Codes;
 use super::file_rows::half_values;
-use super::formats::{Kind, with_kind};
+use super::formats::{Kind, beside, with_kind};
 use super::kernel::{Choice, PAIR, choose};
 use super::lanes::LANES;
 use super::scaling::Scaling;
 use crate::level::Isa;
+#[cfg(target_arch = "x86_64")]
+use crate::level::Level;
 use crate::memory::{Aligned, Slabs};
+
+/// How rows of one matrix are packed, and what multiplies them then.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Packer {
+    /// In the file.
+    pub format: Format,
+    /// Inputs.
+    pub cols: usize,
+    choice: Choice,
+    pack: Pack,
+    /// Of the whole matrix.
+    multiplier: f32,
+    tile_bytes: usize,
+}
+
+impl Packer {
+    /// For `view`, if its format is packed.
+    pub fn new(isa: Isa, view: &TensorView<'_>) -> Option<Packer> {
+        let (format, cols) = (view.format, view.cols);
+        let tile_bytes = tile_bytes_of(format, cols)?;
+        let choice = choose(isa, format).expect("every packed format has kernels");
+        let pack = with_kind!(format, K => choose_pack::<K>(isa))?;
+        Some(Packer { format, cols, choice, pack, multiplier: beside(&view.scales).1, tile_bytes })
+    }
+
+    /// Bytes of a tile.
+    pub fn tile_bytes(&self) -> usize {
+        self.tile_bytes
+    }
+
+    /// Packs the rows of tile `tile` of the matrix that this was made for. What fills up a last tile is left as it is.
+    pub fn pack(&self, view: &TensorView<'_>, tile: usize, out: &mut [u8]) {
+        assert!(view.format == self.format && view.cols == self.cols && out.len() == self.tile_bytes);
+        let rows = LANES.min(view.rows - tile * LANES);
+        let row_bytes = view.row_bytes();
+        let bytes = &view.bytes[tile * LANES * row_bytes..][..rows * row_bytes];
+        let scales = beside(&view.scales).0;
+        let scale_bytes = scales.len() / view.rows;
+        let scales = &scales[tile * LANES * scale_bytes..][..rows * scale_bytes];
+        // SAFETY: chosen for a level that was detected.
+        unsafe { (self.pack)(bytes, scales, self.cols, out) }
+    }
+
+    /// `out[i, r] = x_i . w_r` of one packed tile or two, [`PAIR`] floats from one row of x to the next.
+    pub fn product(&self, packed: &[u8], tiles: usize, x: QuantRows<'_>, out: &mut [f32]) {
+        assert!(x.width == self.cols && x.count * x.stride <= x.bytes.len() && (1..=2).contains(&tiles));
+        assert!(x.stride >= super::activations::row_bytes(x.width) && out.len() >= x.count * PAIR);
+        assert!(packed.len() == tiles * self.tile_bytes);
+        // SAFETY: the kernel was chosen for a level that was detected and for this format; lengths are asserted.
+        unsafe { (self.choice.kernel)(packed.as_ptr(), tiles, x, self.multiplier, out.as_mut_ptr()) }
+    }
+}
 
 /// Rows in tiles.
 #[derive(Debug)]
 pub(crate) struct Tiles {
-    /// In the file.
-    pub format: Format,
+    packer: Packer,
     /// Rows, without those that fill the last tile.
     pub rows: usize,
-    /// Inputs.
-    pub cols: usize,
-    choice: Choice,
-    tile_bytes: usize,
     data: Aligned,
 }
 
 impl Tiles {
     /// Room for `view`, if its format is packed; [`pack_tile`](Tiles::pack_tile) fills it.
     pub fn empty(isa: Isa, view: &TensorView<'_>, slabs: &Slabs) -> Result<Option<Tiles>> {
-        let Some(tile_bytes) = tile_bytes_of(view.format, view.cols) else { return Ok(None) };
-        let choice = choose(isa, view.format).expect("every packed format has kernels");
-        let bytes = view.rows.div_ceil(LANES).saturating_mul(tile_bytes);
+        let Some(packer) = Packer::new(isa, view) else { return Ok(None) };
+        let bytes = view.rows.div_ceil(LANES).saturating_mul(packer.tile_bytes);
         let data = slabs.zeroed(bytes, &view.name)?;
-        Ok(Some(Tiles { format: view.format, rows: view.rows, cols: view.cols, choice, tile_bytes, data }))
+        Ok(Some(Tiles { packer, rows: view.rows, data }))
+    }
+
+    /// Inputs.
+    pub fn cols(&self) -> usize {
+        self.packer.cols
     }
 
     /// Bytes held.
@@ -52,38 +105,31 @@ impl Tiles {
     /// # Safety
     /// Nobody else uses the tile meanwhile.
     pub unsafe fn pack_tile(&self, view: &TensorView<'_>, tile: usize) {
-        assert!(view.format == self.format && view.rows == self.rows && view.cols == self.cols);
-        assert!(tile < self.rows.div_ceil(LANES));
+        assert!(view.rows == self.rows && tile < self.rows.div_ceil(LANES));
+        let tile_bytes = self.packer.tile_bytes;
         // SAFETY: inside the data by the assertion; the caller answers for other users.
-        let out = unsafe {
-            let start = self.data.start().add(tile * self.tile_bytes);
-            std::slice::from_raw_parts_mut(start, self.tile_bytes)
-        };
-        let rows = LANES.min(self.rows - tile * LANES);
-        let row_bytes = view.row_bytes();
-        let bytes = &view.bytes[tile * LANES * row_bytes..][..rows * row_bytes];
-        with_kind!(self.format, K => pack_rows::<K>(bytes, row_bytes, self.cols, out));
+        let out =
+            unsafe { std::slice::from_raw_parts_mut(self.data.start().add(tile * tile_bytes), tile_bytes) };
+        self.packer.pack(view, tile, out);
     }
 
     /// Decodes row `row` exactly as the format defines it.
     pub fn decode_row(&self, row: usize, out: &mut [f32]) {
-        assert!(row < self.rows && out.len() == self.cols, "row {row} of {} rows", self.rows);
-        let tile = self.tile(row / LANES);
-        with_kind!(self.format, K => decode_row::<K>(tile, row % LANES, out));
+        assert!(row < self.rows && out.len() == self.cols(), "row {row} of {} rows", self.rows);
+        let tile = self.tiles(row / LANES, 1);
+        with_kind!(self.packer.format, K => decode_row::<K>(tile, row % LANES, out));
+        multiply(out, self.packer.multiplier);
     }
 
     /// `out[i, r] = x_i . w_(16 tile + r)` of one tile or two, [`PAIR`] floats from one row of x to the next; what lies
     /// beyond the last row is 0.
     pub fn product(&self, tile: usize, tiles: usize, x: QuantRows<'_>, out: &mut [f32]) {
-        assert!(x.width == self.cols && x.count * x.stride <= x.bytes.len() && (1..=2).contains(&tiles));
-        assert!(x.stride >= super::activations::row_bytes(x.width) && out.len() >= x.count * PAIR);
-        let data = &self.data.as_slice()[tile * self.tile_bytes..][..tiles * self.tile_bytes];
-        // SAFETY: the kernel was chosen for a level that was detected and for this format; lengths are asserted.
-        unsafe { (self.choice.kernel)(data.as_ptr(), tiles, x, out.as_mut_ptr()) }
+        self.packer.product(self.tiles(tile, tiles), tiles, x, out);
     }
 
-    fn tile(&self, tile: usize) -> &[u8] {
-        &self.data.as_slice()[tile * self.tile_bytes..][..self.tile_bytes]
+    fn tiles(&self, first: usize, tiles: usize) -> &[u8] {
+        let tile_bytes = self.packer.tile_bytes;
+        &self.data.as_slice()[first * tile_bytes..][..tiles * tile_bytes]
     }
 }
 
@@ -96,8 +142,16 @@ pub(crate) fn packed_bytes(format: Format, rows: usize, cols: usize) -> Option<u
     Some(rows.div_ceil(LANES).saturating_mul(tile_bytes_of(format, cols)?))
 }
 
+/// `None` also for rows of NVFP4 that end in half a block.
 fn tile_bytes_of(format: Format, cols: usize) -> Option<usize> {
-    with_kind!(format, K => tile_bytes::<K>(cols))
+    with_kind!(format, K => cols.is_multiple_of(super_len::<K>()).then(|| tile_bytes::<K>(cols))).flatten()
+}
+
+/// By a matrix's multiplier, if it has one.
+fn multiply(values: &mut [f32], multiplier: f32) {
+    if multiplier != 1.0 {
+        values.iter_mut().for_each(|v| *v *= multiplier);
+    }
 }
 
 /// Bytes of a tile.
@@ -106,15 +160,46 @@ pub(super) fn tile_bytes<K: Kind>(cols: usize) -> usize {
     (codes + cols / super_len::<K>() * K::Scaling::BYTES).next_multiple_of(64)
 }
 
-fn pack_rows<K: Kind>(bytes: &[u8], row_bytes: usize, cols: usize, out: &mut [u8]) {
+/// Packs up to 16 rows; `beside` are their scales beside the codes.
+///
+/// # Safety
+/// The features of the level that it was chosen for.
+type Pack = unsafe fn(bytes: &[u8], beside: &[u8], cols: usize, out: &mut [u8]);
+
+fn choose_pack<K: Kind>(isa: Isa) -> Pack {
+    match isa.level() {
+        #[cfg(target_arch = "x86_64")]
+        Level::Avx512 => pack_avx512::<K>,
+        #[cfg(target_arch = "x86_64")]
+        Level::Avx2 | Level::AvxVnni => pack_avx2::<K>,
+        _ => pack_rows::<K>,
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq")]
+fn pack_avx512<K: Kind>(bytes: &[u8], beside: &[u8], cols: usize, out: &mut [u8]) {
+    pack_rows::<K>(bytes, beside, cols, out);
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn pack_avx2<K: Kind>(bytes: &[u8], beside: &[u8], cols: usize, out: &mut [u8]) {
+    pack_rows::<K>(bytes, beside, cols, out);
+}
+
+#[inline(always)]
+fn pack_rows<K: Kind>(bytes: &[u8], beside: &[u8], cols: usize, out: &mut [u8]) {
     let (codes, scales) = out.split_at_mut(cols / BLOCK * K::Codes::BYTES);
-    for (r, row) in bytes.chunks_exact(row_bytes).enumerate() {
-        let files = row.chunks_exact(K::FORMAT.block_bytes());
-        for ((file, scales), codes) in files
+    let supers = cols / super_len::<K>();
+    for (r, row) in bytes.chunks_exact(supers * K::FILE_BYTES).enumerate() {
+        let files = row.chunks_exact(K::FILE_BYTES).enumerate();
+        for (((i, file), scales), codes) in files
             .zip(scales.chunks_exact_mut(K::Scaling::BYTES))
             .zip(codes.chunks_exact_mut(K::Scaling::BLOCKS * K::Codes::BYTES))
         {
-            K::Scaling::put(file, r, scales);
+            let beside = &beside[(r * supers + i) * K::Scaling::BESIDE..][..K::Scaling::BESIDE];
+            K::Scaling::put(file, beside, r, scales);
             for (j, block) in codes.chunks_exact_mut(K::Codes::BYTES).enumerate() {
                 K::Codes::put(&K::words(file, j), r, block);
             }
@@ -137,12 +222,11 @@ fn decode_row<K: Kind>(tile: &[u8], row: usize, out: &mut [f32]) {
 
 #[cfg(test)]
 mod tests {
-    use lapidary_formats::{Format, decode_row, encode_rows};
+    use lapidary_formats::{Encoded, EncodedScales, Format, decode_row, encode_rows};
 
     use super::super::activations::{Head, quantise, row_bytes, split_row};
     use super::super::is_packed;
     use super::*;
-    use crate::level::Level;
 
     fn values(n: usize, seed: u32) -> Vec<f32> {
         let mut s = seed;
@@ -154,24 +238,19 @@ mod tests {
             .collect()
     }
 
-    fn levels() -> impl Iterator<Item = Isa> {
-        [Level::Scalar, Level::Avx2, Level::Avx512].into_iter().filter_map(|l| Isa::new(Some(l)))
-    }
-
-    /// Bytes with every code and scale byte possible, scales kept finite by clearing the top exponent bit.
-    fn random_rows(format: Format, rows: usize, cols: usize) -> Vec<u8> {
-        let encoded = encode_rows(format, &values(rows * cols, 3), rows, cols).expect("finite values");
-        let mut bytes = encoded.view("w").bytes.to_vec();
+    /// Bytes with every code and scale byte possible that is a number.
+    fn random_rows(format: Format, rows: usize, cols: usize) -> Encoded {
+        let mut encoded = encode_rows(format, &values(rows * cols, 3), rows, cols).expect("finite values");
         let f16s: &[usize] = match format {
             Format::Q4_1 | Format::Q5_1 | Format::Q4K | Format::Q5K => &[0, 2],
             Format::Q2K => &[80, 82],
             Format::Q3K => &[108],
             Format::Q6K => &[208],
-            Format::Mxfp4 => &[],
+            Format::Mxfp4 | Format::Nvfp4 | Format::GgufNvfp4 | Format::Int4G32 => &[],
             _ => &[0],
         };
         let mut s = 7u32;
-        for block in bytes.chunks_exact_mut(format.block_bytes()) {
+        for block in encoded.bytes.chunks_exact_mut(format.block_bytes()) {
             let keep = block.to_vec();
             for byte in block.iter_mut() {
                 s = s.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
@@ -184,8 +263,23 @@ mod tests {
             if format == Format::Mxfp4 {
                 block[0] = keep[0];
             }
+            if format == Format::GgufNvfp4 {
+                block[..4].iter_mut().for_each(|b| *b = (*b & 0x7F).min(0x7E));
+            }
         }
-        bytes
+        match &mut encoded.scales {
+            EncodedScales::Nvfp4 { blocks, tensor } => {
+                *tensor = 0.37;
+                let numbers = (0..=255u8).filter(|b| b & 0x7F != 0x7F).cycle();
+                blocks.iter_mut().zip(numbers).for_each(|(b, number)| *b = number);
+            }
+            EncodedScales::Group32Bf16(bytes) => {
+                bytes.chunks_exact_mut(6).for_each(|three| three[1] ^= 0x80);
+            }
+            none if format == Format::GgufNvfp4 => *none = EncodedScales::Tensor(-2.3),
+            _ => {}
+        }
+        encoded
     }
 
     fn each_case(mut f: impl FnMut(Isa, &TensorView<'_>, &Tiles)) {
@@ -194,16 +288,9 @@ mod tests {
                 if !cols.is_multiple_of(format.block_len()) {
                     continue;
                 }
-                let bytes = random_rows(format, rows, cols);
-                let view = TensorView {
-                    name: "w".into(),
-                    rows,
-                    cols,
-                    format,
-                    bytes: &bytes,
-                    scales: lapidary_formats::Scales::None,
-                };
-                for isa in levels() {
+                let rows_of_format = random_rows(format, rows, cols);
+                let view = rows_of_format.view("w");
+                for isa in Isa::here() {
                     let tiles = Tiles::empty(isa, &view, &Slabs::default())
                         .expect("memory")
                         .expect("a packed format");
@@ -212,6 +299,12 @@ mod tests {
                         unsafe { tiles.pack_tile(&view, tile) }
                     }
                     f(isa, &view, &tiles);
+                    // The kernel of AVX-VNNI, in the encoding that processors with AVX-512 VNNI have.
+                    #[cfg(target_arch = "x86_64")]
+                    if let Some(choice) = super::super::kernel::choose_vnni256(isa, format) {
+                        let packer = Packer { choice, ..tiles.packer };
+                        f(isa, &view, &Tiles { packer, ..tiles });
+                    }
                 }
             }
         }

@@ -35,28 +35,28 @@ impl CpuOps<'_> {
             let block = rows_at_once(&w.part_of(0).weights, x, self.rows);
             for from in (0..self.rows).step_by(block) {
                 let n = block.min(self.rows - from);
+                let mut halves = std::mem::take(&mut self.scratch.halves);
+                // SAFETY: the meeting before this verb ended all writes to x, and nobody writes it during the verb.
+                let inputs = unsafe { Inputs::of(x, from, n) }.rounded(self.isa(), w, &mut halves);
                 for unit in claim.clone() {
-                    self.gated_block(out, x, w, f, unit * BLOCK, from, n);
+                    self.gated_block(out, inputs, w, f, unit * BLOCK, from);
                 }
+                self.scratch.halves = halves;
             }
         }
     }
 
-    /// Columns `col .. col + BLOCK` of rows `from .. from + n`.
-    #[allow(clippy::too_many_arguments, reason = "a range of columns and a range of rows")]
+    /// Columns `col .. col + BLOCK` of the inputs, which are rows `from` and on.
     fn gated_block(
         &mut self,
         out: &Buffer,
-        x: &Buffer,
+        inputs: Inputs<'_>,
         w: &Matrix,
         f: Activation,
         col: usize,
         from: usize,
-        n: usize,
     ) {
-        let isa = self.isa();
-        // SAFETY: the meeting before this verb ended all writes to x, and nobody writes it during the verb.
-        let inputs = unsafe { Inputs::of(x, from, n) };
+        let (isa, n) = (self.isa(), inputs.floats.count);
         let scratch = &mut *self.scratch;
         let gates = scratch.results.get(n * PAIR);
         let ups = scratch.results2.get(n * PAIR);

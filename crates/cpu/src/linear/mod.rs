@@ -3,12 +3,19 @@
 //! Tiles of [`TILE`] weight rows are claimed from a counter; whoever claims a tile computes it for every row of
 //! x, so weights are read once a pass however many rows there are. One output is one dot product whose order of
 //! sums belongs to the kernel, so it is the same alone and in a batch.
+//!
+//! In the fast mode inputs are int8 blocks where the weights are packed for them; bf16 and FP8 weights stay as they are
+//! and meet inputs rounded to [bf16](bf16) where the processor multiplies that; everything else is float32.
 
+pub(crate) mod bf16;
 pub(crate) mod f32;
 mod gated;
+#[cfg(target_arch = "aarch64")]
+mod neon;
 
 use std::ops::Range;
 
+use lapidary_formats::Scales;
 use lapidary_ops::{Act, Format};
 
 use crate::buffers::Buffer;
@@ -19,6 +26,7 @@ use crate::math;
 use crate::matrix::{Matrix, Part, Weights};
 use crate::memory::Grow;
 use crate::ops::{CpuOps, Scope};
+use bf16::{Ahead, BlockScales, Fp8, SCALED, STEP};
 use f32::{Bf16, F16, RowsView, dots};
 
 /// Weight rows of a tile; [`PAIR`] of them pass x together.
@@ -27,6 +35,8 @@ pub(crate) const TILE: usize = 16;
 pub(crate) const X_BLOCK: usize = 64;
 /// Rows of x up to which half-width weights are multiplied without being decoded to memory first.
 const ROWS_IN_PLACE: usize = 16;
+/// The same for FP8 weights that are multiplied as bf16.
+const FP8_ROWS_IN_PLACE: usize = 16;
 /// Bytes of x that stay in a core's cache while a claim's tiles pass by.
 const X_BYTES: usize = 256 << 10;
 
@@ -35,6 +45,10 @@ const X_BYTES: usize = 256 << 10;
 pub(crate) struct Inputs<'a> {
     pub floats: RowsView<'a>,
     pub blocks: Option<QuantRows<'a>>,
+    /// Whether products may round them.
+    pub rounds: bool,
+    /// In bf16, padded as [`bf16::round_rows`] does it.
+    pub halves: Option<RowsView<'a, Bf16>>,
 }
 
 impl<'a> Inputs<'a> {
@@ -46,8 +60,20 @@ impl<'a> Inputs<'a> {
         // SAFETY: the caller's.
         unsafe {
             let floats = RowsView { values: x.rows(first, count), stride: x.stride(), count };
-            Inputs { floats, blocks: x.block_rows(first, count) }
+            Inputs { floats, blocks: x.block_rows(first, count), rounds: x.rounds(), halves: None }
         }
+    }
+
+    /// With the rows in bf16, made in `memory`, where one of the parts of `w` is multiplied so.
+    pub fn rounded(self, isa: Isa, w: &Matrix, memory: &'a mut Grow) -> Inputs<'a> {
+        if !(isa.bf16() && self.rounds && w.parts.iter().any(|p| p.weights.is_half())) {
+            return self;
+        }
+        let (k, count) = (w.cols, self.floats.count);
+        let stride = k.next_multiple_of(STEP);
+        let values = Bf16::room(memory.get(count * stride / 2));
+        bf16::round_rows(isa, self.floats, k, values);
+        Inputs { halves: Some(RowsView { values, stride, count }), ..self }
     }
 }
 
@@ -65,7 +91,7 @@ impl CpuOps<'_> {
             for part in &w.parts {
                 let own = claim.start.max(first)..claim.end.min(first + tiles(part));
                 if !own.is_empty() {
-                    self.part_product(x, part, own.start - first..own.end - first, out, softcap);
+                    self.part_product(x, w, part, own.start - first..own.end - first, out, softcap);
                 }
                 first += tiles(part);
             }
@@ -76,6 +102,7 @@ impl CpuOps<'_> {
     fn part_product(
         &mut self,
         x: &Buffer,
+        w: &Matrix,
         part: &Part,
         tiles: Range<usize>,
         out: &Buffer,
@@ -88,7 +115,7 @@ impl CpuOps<'_> {
         for from in (0..count).step_by(block) {
             let n = block.min(count - from);
             // SAFETY: the meeting before this verb ended all writes to x, and nobody writes it during the verb.
-            let inputs = unsafe { Inputs::of(x, from, n) };
+            let inputs = unsafe { Inputs::of(x, from, n) }.rounded(isa, w, &mut scratch.halves);
             let rows = tiles.start * TILE..(tiles.end * TILE).min(part.weights.rows());
             for first in rows.clone().step_by(PAIR) {
                 let rows = PAIR.min(rows.end - first);
@@ -111,7 +138,7 @@ impl CpuOps<'_> {
 /// weights as they are, all where they are decoded first.
 pub(crate) fn rows_at_once(weights: &Weights, x: &Buffer, count: usize) -> usize {
     match weights {
-        Weights::Tiles(_) if x.has_blocks() => {
+        weights if weights.takes_blocks() && x.has_blocks() => {
             let fitting = X_BYTES / crate::int8::activations::row_bytes(x.width()).max(1);
             (fitting / 8 * 8).clamp(8, X_BLOCK)
         }
@@ -130,10 +157,16 @@ pub(crate) fn tile_values(
     decoded: &mut Grow,
     out: &mut [f32],
 ) {
-    if let (Weights::Tiles(tiles), Some(blocks)) = (weights, x.blocks)
+    if let Some(blocks) = x.blocks
         && first.is_multiple_of(TILE)
+        && weights.product(first / TILE, rows, blocks, decoded, out)
     {
-        return tiles.product(first / TILE, rows.div_ceil(TILE), blocks, out);
+        return;
+    }
+    if let Some(halves) = x.halves
+        && half_values(isa, weights, first, rows, halves, decoded, out)
+    {
+        return;
     }
     let k = weights.cols();
     // SAFETY: every bit pattern is a number of each type, as the formats define them.
@@ -170,4 +203,63 @@ pub(crate) fn tile_values(
             }
         }
     }
+}
+
+/// [`tile_values`] of weights that are exact in bf16, if these are.
+fn half_values(
+    isa: Isa,
+    weights: &Weights,
+    first: usize,
+    rows: usize,
+    x: RowsView<'_, Bf16>,
+    decoded: &mut Grow,
+    out: &mut [f32],
+) -> bool {
+    let k = weights.cols();
+    // SAFETY: every bit pattern is a number of each type, as the formats define them.
+    let (bf16s, fp8s) = unsafe {
+        (
+            weights.in_place::<Bf16>(Format::Bf16, first, rows),
+            weights.in_place::<Fp8>(Format::Fp8E4M3, first, rows),
+        )
+    };
+    if let Some(values) = bf16s {
+        let w = RowsView { values, stride: k, count: rows };
+        bf16::dots(isa, x, w, None, k, out, PAIR, Ahead::Rows);
+        return true;
+    }
+    let (Some(codes), Some(scales)) = (fp8s, weights.scales()) else { return false };
+    let block_scales = |from: usize| match scales {
+        Scales::Block128 { values, first_row } => {
+            let first_row = first_row + first + from;
+            Some(BlockScales { values, across: k.div_ceil(SCALED), first_row })
+        }
+        _ => None,
+    };
+    if x.count <= FP8_ROWS_IN_PLACE {
+        let w = RowsView { values: codes, stride: k, count: rows };
+        bf16::dots(isa, x, w, block_scales(0), k, out, PAIR, Ahead::Rows);
+    } else {
+        // A tile at a time, so that what is decoded stays in a core's cache.
+        let values = Bf16::room(decoded.get((TILE * k).div_ceil(2)));
+        for from in (0..rows).step_by(TILE) {
+            let count = TILE.min(rows - from);
+            bf16::decode_fp8(isa, &codes[from * k..(from + count) * k], values);
+            let w = RowsView { values: &*values, stride: k, count };
+            bf16::dots(isa, x, w, block_scales(from), k, &mut out[from..], PAIR, Ahead::Bytes(0));
+        }
+    }
+    let scale = |row: usize| match scales {
+        Scales::Tensor(scale) => *scale,
+        Scales::Row(scales) => scales[row],
+        _ => 1.0,
+    };
+    if matches!(scales, Scales::Tensor(_) | Scales::Row(_)) {
+        for values in out.chunks_mut(PAIR).take(x.count) {
+            for (j, value) in values.iter_mut().take(rows).enumerate() {
+                *value *= scale(first + j);
+            }
+        }
+    }
+    true
 }

@@ -23,7 +23,7 @@ pub fn options(threads: usize) -> CpuOptions {
 
 /// Levels of this processor.
 pub fn levels() -> Vec<Level> {
-    [Level::Scalar, Level::Avx2, Level::Avx512].into_iter().filter(|&l| l <= Level::detect()).collect()
+    Level::here().collect()
 }
 
 pub struct Rig {

@@ -2,6 +2,7 @@
 #![allow(dead_code, reason = "each test file uses its own part")]
 
 pub mod client;
+pub mod dense;
 pub mod drive;
 pub mod files;
 pub mod spy;
@@ -82,7 +83,12 @@ impl On {
         match self {
             On::Reference => Box::new(ReferenceBackend::new()),
             On::Cpu { threads } => {
-                let options = CpuOptions { threads: Some(threads), compute: Compute::F32, level: None };
+                let options = CpuOptions {
+                    threads: Some(threads),
+                    compute: Compute::F32,
+                    level: None,
+                    packed_experts: None,
+                };
                 Box::new(CpuBackend::new(options).expect("the CPU is a device"))
             }
             #[cfg(feature = "cuda")]
