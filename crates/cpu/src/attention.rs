@@ -67,7 +67,7 @@ impl CpuOps<'_> {
                     let head = unit % spec.kv_heads;
                     let mut unit = self.unit(qkv, spec, first, rows, head);
                     for segment in self.segments(first, rows, spec) {
-                        unit.segment(self, spec, segment);
+                        unit.segment(self, spec, segment, true);
                         unit.join(self.isa());
                     }
                     unit.finish(self, out);
@@ -111,7 +111,7 @@ impl CpuOps<'_> {
                     continue;
                 }
                 let mut unit = self.unit(qkv, spec, first, rows, head);
-                unit.segment(self, spec, range.start + s);
+                unit.segment(self, spec, range.start + s, false);
                 for i in 0..rows * per_group {
                     let place = at(first + i / per_group, head * per_group + i % per_group, s);
                     // SAFETY: the slot belongs to the row, head and segment that this worker has claimed.
@@ -285,10 +285,10 @@ struct Unit<'q> {
 }
 
 impl Unit<'_> {
-    /// Sums over the keys of one segment.
-    fn segment(&mut self, ops: &CpuOps<'_>, spec: &AttnSpec, segment: usize) {
+    /// Sums over the keys of one segment; whether the next one follows.
+    fn segment(&mut self, ops: &CpuOps<'_>, spec: &AttnSpec, segment: usize, goes_on: bool) {
         if self.rounded {
-            return self.segment_bf16(ops, spec, segment);
+            return self.segment_bf16(ops, spec, segment, goes_on);
         }
         let (pass, isa, d, heads) = (ops.pass, ops.isa(), self.d, self.heads);
         let (_, format) = pass.kv.layer(spec.cache);
@@ -378,7 +378,7 @@ impl Unit<'_> {
     }
 
     /// The same where bf16 is multiplied.
-    fn segment_bf16(&mut self, ops: &CpuOps<'_>, spec: &AttnSpec, segment: usize) {
+    fn segment_bf16(&mut self, ops: &CpuOps<'_>, spec: &AttnSpec, segment: usize, goes_on: bool) {
         let (pass, isa, d, heads) = (ops.pass, ops.isa(), self.d, self.heads);
         let layout = self.layout;
         let (before, behind) = self.memory.get(layout.len).split_at_mut(layout.rounded);
@@ -402,9 +402,8 @@ impl Unit<'_> {
         };
         let is_seen = |from: &usize| (0..self.rows).any(|i| !seen(i, *from).is_empty());
         let pages = (segment * SEGMENT_BF16..(segment + 1) * SEGMENT_BF16).step_by(PAGE_TOKENS);
-        // The page behind the segment's last is most often the next that this worker gets.
         let behind = (segment + 1) * SEGMENT_BF16;
-        let behind = Some(behind).filter(is_seen).map(page);
+        let behind = Some(behind).filter(|from| goes_on && is_seen(from)).map(page);
         let mut pages = pages.filter(is_seen).map(|from| (from, page(from))).peekable();
         while let Some((from, page)) = pages.next() {
             let next = pages.peek().map(|&(_, next)| next).or(behind);

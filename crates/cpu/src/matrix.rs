@@ -171,13 +171,18 @@ impl Matrix {
         self.parts.iter().all(|p| p.weights.takes_blocks())
     }
 
-    /// Asks the system to bring rows `first .. first + rows`, which lie in one part, into memory if they are paged.
+    /// Asks the system to bring rows `first .. first + rows` into memory if they are paged.
     pub fn want(&self, first: usize, rows: usize) {
-        let part = self.part_of(first);
-        if let Weights::File(file) | Weights::Paged(file, _) = &part.weights
-            && self.paged
-        {
-            file.want(first - part.first_row, rows);
+        if !self.paged {
+            return;
+        }
+        let before = self.parts.partition_point(|p| p.first_row <= first);
+        for part in self.parts[before - 1..].iter().take_while(|p| p.first_row < first + rows) {
+            if let Weights::File(file) | Weights::Paged(file, _) = &part.weights {
+                let start = first.max(part.first_row) - part.first_row;
+                let end = (first + rows - part.first_row).min(part.weights.rows());
+                file.want(start, end - start);
+            }
         }
     }
 

@@ -7,6 +7,7 @@
 //! Deliberately absent: text (ids in, ids out), HTTP, and files but for stored prefixes.
 
 mod active;
+mod ahead;
 mod debug;
 mod engine;
 mod error;

@@ -138,8 +138,14 @@ impl Runner {
         self.collect()
     }
 
-    /// Starts the model's pass over `batch`; [`Runner::collect`] waits for it. Where the device works on its own,
-    /// the caller has the time in between.
+    /// Whether rows of a batch may [follow](Batch::follows) the pass before, which then need not be collected before the
+    /// next is started: at most two are under way. Not while a profile is on, whose clocks are read between passes.
+    pub fn follows(&self) -> bool {
+        self.backend.follows() && self.profiler.is_none()
+    }
+
+    /// Starts the model's pass over `batch`; [`Runner::collect`] waits for the oldest that was started. Where the device
+    /// works on its own, the caller has the time in between.
     ///
     /// # Errors
     /// As [`Runner::run`].
@@ -204,6 +210,11 @@ impl Runner {
         let per_layer_vocab = c.per_layer.map_or(c.vocab, |p| p.vocab);
         batch.check(&self.plan, c.hidden, c.vocab, per_layer_vocab).map_err(lapidary_ops::Error::Batch)?;
         batch.check_steer(&|set| self.holds_steer_set(set)).map_err(lapidary_ops::Error::Batch)?;
+        if !batch.follows.is_empty() && !self.follows() {
+            let device = self.backend.report().backend.to_owned();
+            let what = "take a row's token from the pass before".to_owned();
+            return Err(lapidary_ops::Error::Unsupported { device, what }.into());
+        }
         let model = &self.model;
         self.backend.upload(batch)?;
         if let Some(profiler) = &mut self.profiler {

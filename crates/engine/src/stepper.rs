@@ -418,14 +418,19 @@ impl Stepper {
 
     fn run_batch(&mut self, layers: Range<usize>) -> Result<()> {
         self.batch.taps = self.capture.clone();
-        let count = self.model().layers.len();
-        let tail = self.runner.tail(&self.batch.taps);
-        let shape = BatchShape { layers: (layers.start, layers.end), ..self.batch.shape(count, tail) };
+        let shape = self.shape_of(layers);
         self.outcome = self.runner.run(&self.batch, &shape)?;
         if shape.head_rows > 0 {
             self.logit_rows = shape.head_rows;
         }
         Ok(())
+    }
+
+    /// The shape of the batch at hand; a capture of the tail makes all rows run through it.
+    pub(crate) fn shape_of(&self, layers: Range<usize>) -> BatchShape {
+        let count = self.model().layers.len();
+        let tail = self.runner.tail(&self.batch.taps);
+        BatchShape { layers: (layers.start, layers.end), ..self.batch.shape(count, tail) }
     }
 
     pub(crate) fn lane(&self, seq: Seq) -> &Lane {
@@ -435,7 +440,7 @@ impl Stepper {
         }
     }
 
-    fn lane_mut(&mut self, seq: Seq) -> &mut Lane {
+    pub(crate) fn lane_mut(&mut self, seq: Seq) -> &mut Lane {
         match seq {
             Seq::Single => &mut self.single,
             Seq::Slot(slot) => &mut self.slots[slot],

@@ -40,7 +40,7 @@ fn logit_bits(stepper: &mut Stepper, ids: &[u32]) -> Vec<u32> {
 fn bits_do_not_depend_on_workers_or_on_how_a_prompt_is_cut() {
     let ids = prompt(1, 181);
     for model in ["moe", "e"] {
-        for kv in [KvFormat::F16, KvFormat::Q8_0] {
+        for kv in [KvFormat::F16, KvFormat::Bf16, KvFormat::Q8_0] {
             let expected = logit_bits(&mut stepper(model, 1, 181, kv), &ids);
             for (threads, chunk) in [(1, 1), (1, 33), (2, 181), (2, 7), (3, 50), (3, 16)] {
                 let mut other = stepper(model, threads, chunk, kv);
@@ -56,10 +56,10 @@ fn bits_do_not_depend_on_workers_or_on_how_a_prompt_is_cut() {
 
 #[test]
 fn a_row_has_the_same_bits_alone_and_in_a_batch() {
-    for model in ["moe", "e"] {
+    for (model, kv) in [("moe", KvFormat::F16), ("moe", KvFormat::Bf16), ("e", KvFormat::Bf16)] {
         let prompts: Vec<Vec<u32>> = [5, 150, 37].iter().enumerate().map(|(i, &n)| prompt(i, n)).collect();
         let steps = 6;
-        let mut solo = stepper(model, 1, 64, KvFormat::F16);
+        let mut solo = stepper(model, 1, 64, kv);
         let alone: Vec<Vec<u32>> = prompts
             .iter()
             .map(|ids| {
@@ -72,7 +72,7 @@ fn a_row_has_the_same_bits_alone_and_in_a_batch() {
                 tokens
             })
             .collect();
-        let mut batched = stepper(model, 2, 64, KvFormat::F16);
+        let mut batched = stepper(model, 2, 64, kv);
         batched.alloc_slots(3, 200).expect("slots");
         let mut found: Vec<Vec<u32>> = prompts
             .iter()

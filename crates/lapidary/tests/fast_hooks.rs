@@ -9,7 +9,7 @@ use std::path::Path;
 use common::drive::{assert_bits, values};
 use lapidary::synth::{Mix, Size, SynthOptions, write};
 use lapidary::{Checkpoint, Compute, Device, LoadOptions, Stepper, load_stepper};
-use lapidary_ops::{SteerEdit, SteerMode, SteerSet, TapPoint};
+use lapidary_ops::{SteerEdit, SteerMode, SteerSet, Tap, TapPoint};
 use lapidary_reference::compare;
 
 /// The shapes differ in what is joined: two branches, per-layer inputs, neither.
@@ -100,19 +100,26 @@ fn a_capture_changes_no_bit_and_is_near_the_float32_modes() {
         assert!(compare(&with[..vocab], &plain[..vocab]).rel_rms < 0.01, "{what}: the prompt's logits");
         use TapPoint::{Attn, Embed, LayerOut, Mlp, Qkv, Routes};
         let early = |p: &&TapPoint| matches!(p, Embed | LayerOut(0) | Attn(0) | Mlp(0) | Qkv(0) | Routes(0));
-        for point in points.iter().filter(early) {
+        // A single layer is the last one.
+        for point in points.iter().filter(|_| layers > 1).filter(early) {
             fast.set_capture(std::slice::from_ref(point));
             assert_bits(&format!("{what}: only {point:?}"), &run(&mut fast, &mut |_| {}), &plain);
         }
         fast.set_capture(&[]);
         drop(fast);
         let (_, expected) = captured(&mut load(&path, Compute::F32));
-        // Routed experts may change places where two are nearly equal; see fast_gpu.rs for the limits.
-        let limit = if size == Size::Moe26b { 0.09 } else { 0.025 };
+        // Twice what was seen at the widest of the points, attention; see fast_gpu.rs.
+        let mut compared = 0;
         for (step, (found, expected)) in found.iter().zip(&expected).enumerate() {
             assert_eq!(found.len(), points.len(), "{what}");
+            // Where two experts are nearly equal, rounding may exchange them, and what follows is that of other experts.
+            let other = (0..layers).find(|&l| chosen(found, l) != chosen(expected, l)).unwrap_or(usize::MAX);
             for e in expected {
                 let f = found.iter().find(|f| f.point == e.point).expect("both have every point");
+                if behind(e.point, other) {
+                    continue;
+                }
+                compared += 1;
                 assert_eq!((f.rows, f.width), (e.rows, e.width), "{what} {:?}", e.point);
                 let (f, e_values) = match e.point {
                     // Behind the queries are keys and values, which the fast kernels leave elsewhere.
@@ -128,12 +135,30 @@ fn a_capture_changes_no_bit_and_is_near_the_float32_modes() {
                 }
                 println!("{what} step {step} {:?}: {report}", e.point);
                 assert!(
-                    report.finite && report.rel_rms <= limit,
+                    report.finite && report.rel_rms <= 0.03,
                     "{what} step {step} {:?}: {report}",
                     e.point
                 );
             }
         }
+        assert!(compared >= 2 * points.len(), "{what}: {compared} of {} compared", 4 * points.len());
+    }
+}
+
+/// The experts that a layer's rows chose, if any.
+fn chosen(taps: &[Tap], layer: usize) -> Option<Vec<f32>> {
+    let routes = taps.iter().find(|t| t.point == TapPoint::Routes(layer))?;
+    Some(routes.values[..routes.width / 2].to_vec())
+}
+
+/// Whether a point depends on what the experts of `layer` did.
+fn behind(point: TapPoint, layer: usize) -> bool {
+    use TapPoint::{Attn, Embed, FinalNorm, LayerOut, Mlp, PerLayer, Qkv, Routes};
+    match point {
+        Embed | PerLayer => false,
+        FinalNorm => layer != usize::MAX,
+        Mlp(l) | LayerOut(l) | Routes(l) => l >= layer,
+        Attn(l) | Qkv(l) => l > layer,
     }
 }
 

@@ -8,6 +8,8 @@
     reason = "each file brings the module of models that it uses when it is built alone"
 )]
 
+#[path = "ahead.rs"]
+mod ahead;
 #[path = "capture.rs"]
 mod capture;
 #[path = "config.rs"]

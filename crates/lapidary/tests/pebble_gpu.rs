@@ -32,7 +32,7 @@ fn logits(gemma: &mut Gemma, tokens: &[u32], from: usize) -> Vec<Vec<f32>> {
         }
         at += 1;
     };
-    s.score(&Prompt::from(tokens), &mut take, &mut |_| {}).expect("the prompt runs");
+    s.score(&Prompt::from(tokens), &mut take, &mut |_, _| {}).expect("the prompt runs");
     rows
 }
 

@@ -29,6 +29,8 @@ pub(crate) struct Fp8(u8);
 
 /// A weight that is exact in bf16.
 pub(crate) trait Half: Copy {
+    /// Rows of x that pass a weight together at most: 4 where loading one is cheap, more where it is decoded.
+    const ROWS: usize;
     /// [`STEP`] weights at `p` in two vectors, in order.
     ///
     /// # Safety
@@ -42,6 +44,12 @@ pub(crate) trait Half: Copy {
     #[cfg(target_arch = "x86_64")]
     unsafe fn load_part(p: *const Self, n: usize) -> [std::arch::x86_64::__m512i; 2];
 }
+
+// Elsewhere nothing has these products, and nobody asks for them.
+#[cfg(not(target_arch = "x86_64"))]
+impl Half for Bf16 {}
+#[cfg(not(target_arch = "x86_64"))]
+impl Half for Fp8 {}
 
 /// Scales of 128 x 128 weights.
 #[derive(Clone, Copy, Debug)]
@@ -77,8 +85,17 @@ pub(crate) fn round_rows(isa: Isa, x: RowsView<'_>, k: usize, out: &mut [Bf16]) 
     }
 }
 
-/// `out[i * out_stride + j] = x_i . w_j` for rows of x as [`round_rows`] leaves them. What lies `ahead` bytes behind a
-/// weight is asked for while the weight is multiplied, unless that is 0.
+/// What is asked for while weights are multiplied.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Ahead {
+    /// The rows that come next.
+    Rows,
+    /// What lies this many bytes behind; nothing with 0.
+    Bytes(isize),
+}
+
+/// `out[i * out_stride + j] = x_i . w_j` for rows of x as [`round_rows`] leaves them.
+#[allow(clippy::too_many_arguments, reason = "two views, their scales and where results go")]
 pub(crate) fn dots<W: Half>(
     isa: Isa,
     x: RowsView<'_, Bf16>,
@@ -87,7 +104,7 @@ pub(crate) fn dots<W: Half>(
     k: usize,
     out: &mut [f32],
     out_stride: usize,
-    ahead: isize,
+    ahead: Ahead,
 ) {
     if x.count == 0 || w.count == 0 {
         return;
@@ -140,373 +157,7 @@ const MAGNITUDES: [u16; 128] = {
 };
 
 #[cfg(target_arch = "x86_64")]
-mod x86 {
-    use std::arch::x86_64::*;
-
-    use super::{Bf16, BlockScales, Fp8, Half, MAGNITUDES, RowsView, SCALED, STEP};
-
-    impl Half for Bf16 {
-        #[inline(always)]
-        unsafe fn load(p: *const Bf16) -> [__m512i; 2] {
-            // SAFETY: the caller's.
-            unsafe { [_mm512_loadu_si512(p.cast()), _mm512_loadu_si512(p.add(32).cast())] }
-        }
-        #[inline(always)]
-        unsafe fn load_part(p: *const Bf16, n: usize) -> [__m512i; 2] {
-            let mask = (1u64 << n) - 1;
-            // SAFETY: lanes beyond the caller's n values are not touched.
-            unsafe {
-                [
-                    _mm512_maskz_loadu_epi16(mask as u32, p.cast()),
-                    _mm512_maskz_loadu_epi16((mask >> 32) as u32, p.wrapping_add(32).cast()),
-                ]
-            }
-        }
-    }
-
-    impl Half for Fp8 {
-        #[inline(always)]
-        unsafe fn load(p: *const Fp8) -> [__m512i; 2] {
-            // SAFETY: the caller's.
-            unsafe { halves(_mm512_loadu_si512(p.cast())) }
-        }
-        #[inline(always)]
-        unsafe fn load_part(p: *const Fp8, n: usize) -> [__m512i; 2] {
-            // SAFETY: lanes beyond the caller's n values are not touched.
-            unsafe { halves(_mm512_maskz_loadu_epi8((1u64 << n) - 1, p.cast())) }
-        }
-    }
-
-    /// Low or high bytes of the magnitudes.
-    const fn bytes(shift: u32) -> [u8; 128] {
-        let mut all = [0u8; 128];
-        let mut i = 0;
-        while i < 128 {
-            all[i] = (MAGNITUDES[i] >> shift) as u8;
-            i += 1;
-        }
-        all
-    }
-    static LOW: [u8; 128] = bytes(0);
-    static HIGH: [u8; 128] = bytes(8);
-
-    /// 64 E4M3 codes as bf16. A look-up among 128 bytes takes the low seven bits of its index.
-    ///
-    /// # Safety
-    /// The features.
-    #[inline(always)]
-    unsafe fn halves(codes: __m512i) -> [__m512i; 2] {
-        // SAFETY: the tables have 128 bytes.
-        unsafe {
-            let table = |t: &[u8; 128], half: usize| _mm512_loadu_si512(t.as_ptr().add(64 * half).cast());
-            // The unpacking below takes the low half of each quarter first.
-            let order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
-            let codes = _mm512_permutexvar_epi64(order, codes);
-            let low = _mm512_permutex2var_epi8(table(&LOW, 0), codes, table(&LOW, 1));
-            let high = _mm512_permutex2var_epi8(table(&HIGH, 0), codes, table(&HIGH, 1));
-            // high | (codes & sign)
-            let high = _mm512_ternarylogic_epi32::<0xF8>(high, codes, _mm512_set1_epi8(-128));
-            [_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)]
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn dot(acc: __m512, a: __m512i, b: __m512i) -> __m512 {
-        // SAFETY: both types are 512 bits; the caller has the features.
-        unsafe {
-            _mm512_dpbf16_ps(
-                acc,
-                std::mem::transmute::<__m512i, __m512bh>(a),
-                std::mem::transmute::<__m512i, __m512bh>(b),
-            )
-        }
-    }
-
-    /// # Safety
-    /// The features, and `out` is `x` padded to a multiple of [`STEP`].
-    #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vbmi")]
-    pub unsafe fn round(x: &[f32], out: &mut [Bf16]) {
-        debug_assert!(out.len() >= x.len().next_multiple_of(32));
-        // SAFETY: whole vectors lie inside `x`, the last one is loaded in part; `out` is longer.
-        unsafe {
-            let mut e = 0;
-            while e < out.len() {
-                let part = |e: usize| {
-                    let left = x.len().saturating_sub(e).min(16);
-                    _mm512_maskz_loadu_ps(((1u32 << left) - 1) as u16, x.as_ptr().wrapping_add(e))
-                };
-                let both = _mm512_cvtne2ps_pbh(part(e + 16), part(e));
-                let both = std::mem::transmute::<__m512bh, __m512i>(both);
-                _mm512_storeu_si512(out.as_mut_ptr().add(e).cast(), both);
-                e += 32;
-            }
-        }
-    }
-
-    /// # Safety
-    /// The features, and `out` has room for every code.
-    #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vbmi")]
-    pub unsafe fn decode(codes: &[Fp8], out: &mut [Bf16]) {
-        let (n, to) = (codes.len(), out.as_mut_ptr());
-        // SAFETY: whole steps lie inside both slices; the last one touches what is left of them.
-        unsafe {
-            let mut e = 0;
-            while e + STEP <= n {
-                let [a, b] = Fp8::load(codes.as_ptr().add(e));
-                _mm512_storeu_si512(to.add(e).cast(), a);
-                _mm512_storeu_si512(to.add(e + 32).cast(), b);
-                e += STEP;
-            }
-            if e < n {
-                let [a, b] = Fp8::load_part(codes.as_ptr().add(e), n - e);
-                let mask = (1u64 << (n - e)) - 1;
-                _mm512_mask_storeu_epi16(to.add(e).cast(), mask as u32, a);
-                _mm512_mask_storeu_epi16(to.wrapping_add(e + 32).cast(), (mask >> 32) as u32, b);
-            }
-        }
-    }
-
-    /// # Safety
-    /// The features, and `super::dots`'s bounds.
-    #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vbmi")]
-    pub unsafe fn dots<W: Half>(
-        x: RowsView<'_, Bf16>,
-        w: RowsView<'_, W>,
-        k: usize,
-        out: &mut [f32],
-        out_stride: usize,
-        ahead: isize,
-    ) {
-        let to = |i: usize, j: usize| out.as_ptr().wrapping_add(i * out_stride + j).cast_mut();
-        let mut i = 0;
-        // SAFETY: every block starts inside the rows that `dots` was checked for.
-        unsafe {
-            while i < x.count {
-                // Only the first rows of x wait for weights.
-                let ahead = if i == 0 { ahead } else { 0 };
-                let (mut j, left) = (0, x.count - i);
-                if left >= 4 {
-                    while j + 4 <= w.count {
-                        block::<W, 4, 4>(x, i, w, j, k, to(i, j), out_stride, ahead);
-                        j += 4;
-                    }
-                    while j < w.count {
-                        block::<W, 4, 1>(x, i, w, j, k, to(i, j), out_stride, ahead);
-                        j += 1;
-                    }
-                    i += 4;
-                } else if left >= 2 {
-                    while j + 4 <= w.count {
-                        block::<W, 2, 4>(x, i, w, j, k, to(i, j), out_stride, ahead);
-                        j += 4;
-                    }
-                    while j < w.count {
-                        block::<W, 2, 1>(x, i, w, j, k, to(i, j), out_stride, ahead);
-                        j += 1;
-                    }
-                    i += 2;
-                } else {
-                    while j + 8 <= w.count {
-                        block::<W, 1, 8>(x, i, w, j, k, to(i, j), out_stride, ahead);
-                        j += 8;
-                    }
-                    while j < w.count {
-                        block::<W, 1, 1>(x, i, w, j, k, to(i, j), out_stride, ahead);
-                        j += 1;
-                    }
-                    i += 1;
-                }
-            }
-        }
-    }
-
-    /// # Safety
-    /// The features, and `super::dots`'s bounds.
-    #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vbmi")]
-    pub unsafe fn scaled_dots<W: Half>(
-        x: RowsView<'_, Bf16>,
-        w: RowsView<'_, W>,
-        scales: BlockScales<'_>,
-        k: usize,
-        out: &mut [f32],
-        out_stride: usize,
-        ahead: isize,
-    ) {
-        let to = |i: usize, j: usize| out.as_ptr().wrapping_add(i * out_stride + j).cast_mut();
-        let mut i = 0;
-        // SAFETY: as in `dots`.
-        unsafe {
-            while i < x.count {
-                let ahead = if i == 0 { ahead } else { 0 };
-                let two = x.count - i >= 2;
-                let mut j = 0;
-                while j < w.count {
-                    // Rows of a block share a row of scales.
-                    let near = j + 4 <= w.count && (scales.first_row + j) % SCALED <= SCALED - 4;
-                    let (s, to) = (scales.row(j), to(i, j));
-                    match (two, near) {
-                        (true, true) => scaled_block::<W, 2, 4>(x, i, w, j, k, s, to, out_stride, ahead),
-                        (true, false) => scaled_block::<W, 2, 1>(x, i, w, j, k, s, to, out_stride, ahead),
-                        (false, true) => scaled_block::<W, 1, 4>(x, i, w, j, k, s, to, out_stride, ahead),
-                        (false, false) => scaled_block::<W, 1, 1>(x, i, w, j, k, s, to, out_stride, ahead),
-                    }
-                    j += if near { 4 } else { 1 };
-                }
-                i += if two { 2 } else { 1 };
-            }
-        }
-    }
-
-    /// M rows of x from `i` on by N weight rows from `j` on.
-    ///
-    /// # Safety
-    /// The features; the rows lie inside the views, and `to` has room for M rows of N outputs.
-    #[inline]
-    #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vbmi")]
-    #[allow(clippy::too_many_arguments, reason = "two views, a place in each, and where results go")]
-    unsafe fn block<W: Half, const M: usize, const N: usize>(
-        x: RowsView<'_, Bf16>,
-        i: usize,
-        w: RowsView<'_, W>,
-        j: usize,
-        k: usize,
-        to: *mut f32,
-        stride: usize,
-        ahead: isize,
-    ) {
-        // SAFETY: the caller's; x is padded, so that whole steps of it may be read.
-        unsafe {
-            let a: [*const Bf16; M] = std::array::from_fn(|r| x.values.as_ptr().add((i + r) * x.stride));
-            let b: [*const W; N] = std::array::from_fn(|c| w.values.as_ptr().add((j + c) * w.stride));
-            let mut acc = [[_mm512_setzero_ps(); N]; M];
-            let whole = k - k % STEP;
-            let mut e = 0;
-            while e < whole {
-                step(&a, &b, e, &mut acc, ahead);
-                e += STEP;
-            }
-            if e < k {
-                rest(&a, &b, e, k - e, &mut acc);
-            }
-            crate::linear::f32::put(&acc, to, stride);
-        }
-    }
-
-    /// As [`block`], for weight rows that share the scales `scales`, one for each [`SCALED`] inputs.
-    ///
-    /// # Safety
-    /// As for [`block`].
-    #[inline]
-    #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vbmi")]
-    #[allow(clippy::too_many_arguments, reason = "two views, a place in each, and where results go")]
-    unsafe fn scaled_block<W: Half, const M: usize, const N: usize>(
-        x: RowsView<'_, Bf16>,
-        i: usize,
-        w: RowsView<'_, W>,
-        j: usize,
-        k: usize,
-        scales: &[f32],
-        to: *mut f32,
-        stride: usize,
-        ahead: isize,
-    ) {
-        // SAFETY: as in `block`.
-        unsafe {
-            let a: [*const Bf16; M] = std::array::from_fn(|r| x.values.as_ptr().add((i + r) * x.stride));
-            let b: [*const W; N] = std::array::from_fn(|c| w.values.as_ptr().add((j + c) * w.stride));
-            let mut total = [[_mm512_setzero_ps(); N]; M];
-            for (s, &scale) in scales.iter().enumerate() {
-                let mut acc = [[_mm512_setzero_ps(); N]; M];
-                let mut e = s * SCALED;
-                let end = k.min(e + SCALED);
-                while e + STEP <= end {
-                    step(&a, &b, e, &mut acc, ahead);
-                    e += STEP;
-                }
-                if e < end {
-                    rest(&a, &b, e, end - e, &mut acc);
-                }
-                let scale = _mm512_set1_ps(scale);
-                for r in 0..M {
-                    for c in 0..N {
-                        total[r][c] = _mm512_fmadd_ps(acc[r][c], scale, total[r][c]);
-                    }
-                }
-            }
-            crate::linear::f32::put(&total, to, stride);
-        }
-    }
-
-    /// Adds the products of [`STEP`] inputs from `e` on.
-    ///
-    /// # Safety
-    /// The features, and these inputs in every row.
-    #[inline(always)]
-    unsafe fn step<W: Half, const M: usize, const N: usize>(
-        a: &[*const Bf16; M],
-        b: &[*const W; N],
-        e: usize,
-        acc: &mut [[__m512; N]; M],
-        ahead: isize,
-    ) {
-        // SAFETY: the caller's; a prefetch may name any address.
-        unsafe {
-            let mut w = [[_mm512_setzero_si512(); 2]; N];
-            for c in 0..N {
-                w[c] = W::load(b[c].add(e));
-                if ahead != 0 {
-                    for line in (0..size_of::<W>() * STEP).step_by(64) {
-                        let p = b[c].add(e).cast::<i8>().wrapping_offset(ahead + line as isize);
-                        _mm_prefetch::<_MM_HINT_T0>(p);
-                    }
-                }
-            }
-            products(a, &w, e, acc);
-        }
-    }
-
-    /// The same for the last `n` inputs of a row.
-    ///
-    /// # Safety
-    /// As for [`step`], n inputs.
-    #[inline(always)]
-    unsafe fn rest<W: Half, const M: usize, const N: usize>(
-        a: &[*const Bf16; M],
-        b: &[*const W; N],
-        e: usize,
-        n: usize,
-        acc: &mut [[__m512; N]; M],
-    ) {
-        // SAFETY: the caller's.
-        unsafe {
-            let mut w = [[_mm512_setzero_si512(); 2]; N];
-            for c in 0..N {
-                w[c] = W::load_part(b[c].add(e), n);
-            }
-            products(a, &w, e, acc);
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn products<const M: usize, const N: usize>(
-        a: &[*const Bf16; M],
-        w: &[[__m512i; 2]; N],
-        e: usize,
-        acc: &mut [[__m512; N]; M],
-    ) {
-        // SAFETY: the caller's.
-        unsafe {
-            for h in 0..2 {
-                for r in 0..M {
-                    let x = _mm512_loadu_si512(a[r].add(e + 32 * h).cast());
-                    for c in 0..N {
-                        acc[r][c] = dot(acc[r][c], x, w[c][h]);
-                    }
-                }
-            }
-        }
-    }
-}
+mod x86;
 
 #[cfg(test)]
 mod tests {
@@ -542,7 +193,7 @@ mod tests {
             return;
         }
         for k in [1, 31, 33, 64, 96, 128, 160, 255, 333, 640, 2112] {
-            let (m, n, padded) = (7, 11, usize::next_multiple_of(k, STEP));
+            let (m, n, padded) = (9, 11, usize::next_multiple_of(k, STEP));
             let (x, w) = (values(m * k, 1), values(n * (k + 3), 2));
             let mut xs = vec![Bf16::default(); m * padded];
             round_rows(isa, RowsView { values: &x, stride: k, count: m }, k, &mut xs);
@@ -565,9 +216,11 @@ mod tests {
             let across = k.div_ceil(SCALED);
             let scales: Vec<f32> = (0..2 * across).map(|i| 0.3 + i as f32 / 7.0).collect();
             let scales = BlockScales { values: &scales, across, first_row: 122 };
-            check(isa, &xs, &ws, k, None, |w| f64::from(widened(w)));
-            check(isa, &xs, &codes, k, None, fp8);
-            check(isa, &xs, &codes, k, Some(scales), fp8);
+            for m in 1..=m {
+                check(isa, m, &xs, &ws, k, None, |w| f64::from(widened(w)));
+                check(isa, m, &xs, &codes, k, None, fp8);
+                check(isa, m, &xs, &codes, k, Some(scales), fp8);
+            }
             let mut decoded = vec![Bf16::default(); codes.len()];
             decode_fp8(isa, &codes, &mut decoded);
             assert!(codes.iter().zip(&decoded).all(|(&c, &v)| fp8(c) == f64::from(widened(v))));
@@ -576,17 +229,19 @@ mod tests {
 
     fn check<W: Half>(
         isa: Isa,
+        m: usize,
         x: &[Bf16],
         w: &[W],
         k: usize,
         scales: Option<BlockScales<'_>>,
         value: impl Fn(W) -> f64,
     ) {
-        let (m, n, padded, stride) = (7, 11, k.next_multiple_of(STEP), k + 3);
+        let (n, padded, stride) = (11, k.next_multiple_of(STEP), k + 3);
+        let ahead = if k.is_multiple_of(2) { Ahead::Rows } else { Ahead::Bytes(192) };
         let mut out = vec![f32::NAN; m * n];
         let (xs, ws) =
             (RowsView { values: x, stride: padded, count: m }, RowsView { values: w, stride, count: n });
-        dots(isa, xs, ws, scales, k, &mut out, n, 192);
+        dots(isa, xs, ws, scales, k, &mut out, n, ahead);
         for (i, j) in (0..m).flat_map(|i| (0..n).map(move |j| (i, j))) {
             let terms = (0..k).map(|e| {
                 let scale = scales.map_or(1.0, |s| f64::from(s.row(j)[e / SCALED]));
@@ -603,7 +258,7 @@ mod tests {
             let alone = scales.map(|s| BlockScales { first_row: s.first_row + j, ..s });
             let (a, b) =
                 (RowsView { values: a, stride: padded, count: 1 }, RowsView { values: b, stride, count: 1 });
-            dots(isa, a, b, alone, k, &mut one, 1, 0);
+            dots(isa, a, b, alone, k, &mut one, 1, Ahead::Bytes(0));
             assert_eq!(one[0].to_bits(), out[i * n + j].to_bits(), "k {k} [{i}, {j}]");
         }
     }

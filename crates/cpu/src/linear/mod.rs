@@ -10,6 +10,8 @@
 pub(crate) mod bf16;
 pub(crate) mod f32;
 mod gated;
+#[cfg(target_arch = "aarch64")]
+mod neon;
 
 use std::ops::Range;
 
@@ -24,7 +26,7 @@ use crate::math;
 use crate::matrix::{Matrix, Part, Weights};
 use crate::memory::Grow;
 use crate::ops::{CpuOps, Scope};
-use bf16::{BlockScales, Fp8, SCALED, STEP};
+use bf16::{Ahead, BlockScales, Fp8, SCALED, STEP};
 use f32::{Bf16, F16, RowsView, dots};
 
 /// Weight rows of a tile; [`PAIR`] of them pass x together.
@@ -34,7 +36,7 @@ pub(crate) const X_BLOCK: usize = 64;
 /// Rows of x up to which half-width weights are multiplied without being decoded to memory first.
 const ROWS_IN_PLACE: usize = 16;
 /// The same for FP8 weights that are multiplied as bf16.
-const FP8_ROWS_IN_PLACE: usize = 4;
+const FP8_ROWS_IN_PLACE: usize = 16;
 /// Bytes of x that stay in a core's cache while a claim's tiles pass by.
 const X_BYTES: usize = 256 << 10;
 
@@ -221,11 +223,9 @@ fn half_values(
             weights.in_place::<Fp8>(Format::Fp8E4M3, first, rows),
         )
     };
-    // Eight rows, as many as pass one row of x together, lie behind those at hand.
-    let ahead = |row_bytes: usize| if x.count <= 2 { (8 * row_bytes) as isize } else { 0 };
     if let Some(values) = bf16s {
         let w = RowsView { values, stride: k, count: rows };
-        bf16::dots(isa, x, w, None, k, out, PAIR, 0);
+        bf16::dots(isa, x, w, None, k, out, PAIR, Ahead::Rows);
         return true;
     }
     let (Some(codes), Some(scales)) = (fp8s, weights.scales()) else { return false };
@@ -238,7 +238,7 @@ fn half_values(
     };
     if x.count <= FP8_ROWS_IN_PLACE {
         let w = RowsView { values: codes, stride: k, count: rows };
-        bf16::dots(isa, x, w, block_scales(0), k, out, PAIR, ahead(k));
+        bf16::dots(isa, x, w, block_scales(0), k, out, PAIR, Ahead::Rows);
     } else {
         // A tile at a time, so that what is decoded stays in a core's cache.
         let values = Bf16::room(decoded.get((TILE * k).div_ceil(2)));
@@ -246,7 +246,7 @@ fn half_values(
             let count = TILE.min(rows - from);
             bf16::decode_fp8(isa, &codes[from * k..(from + count) * k], values);
             let w = RowsView { values: &*values, stride: k, count };
-            bf16::dots(isa, x, w, block_scales(from), k, &mut out[from..], PAIR, 0);
+            bf16::dots(isa, x, w, block_scales(from), k, &mut out[from..], PAIR, Ahead::Bytes(0));
         }
     }
     let scale = |row: usize| match scales {

@@ -1,7 +1,6 @@
 //! The small kernels between products.
 
 use lapidary_cuda::driver::DevPtr;
-use lapidary_cuda::kernels::ahead::Ahead;
 use lapidary_cuda::kernels::attn_decode::PageShape;
 use lapidary_cuda::kernels::producers::{
     Argmax, Branch, Finish, NormOut, Residual, Router, argmax, argmax_workspace_bytes, finish, residual,
@@ -79,17 +78,16 @@ impl Bench {
                 kv_scales: [1.0, 1.0],
                 q: self.x.ptr(),
                 q_stride: heads * head_dim,
-                ahead: Ahead::default(),
             };
             // SAFETY: as above; the cell is 0.
             stage(&format!("finish {heads} + {kv_heads} heads of {head_dim}"), &|| unsafe {
                 finish(self.lab.queue(), &call).unwrap()
             });
         }
+        let counter = self.lab.i32(&[0]);
         for rows in [1usize, 4, 16] {
             let call = Router {
                 weights: self.pool.ptr(),
-                weights_bf16: true,
                 x: self.aux.ptr(),
                 x_stride: 2816,
                 width: 2816,
@@ -101,6 +99,7 @@ impl Bench {
                 routes: self.out.ptr().at(1 << 20),
                 groups: self.out.ptr().at(2 << 20),
                 group_weight: self.out.ptr().at(3 << 20),
+                counter: counter.ptr(),
             };
             // SAFETY: as above.
             stage(&format!("router 128 experts, {rows} rows"), &|| unsafe {
@@ -116,6 +115,7 @@ impl Bench {
                 rows,
                 out: self.out.ptr(),
                 workspace: workspace.ptr(),
+                told: None,
             };
             // SAFETY: as above.
             stage(&format!("argmax {rows} rows"), &|| unsafe { argmax(self.lab.queue(), &call).unwrap() });

@@ -1,10 +1,9 @@
 //! Products: of few rows as they are launched and in every other shape, of chosen experts, of many rows.
 
 use lapidary_cuda::driver::{Block, DevPtr};
-use lapidary_cuda::kernels::ahead::Ahead;
+use lapidary_cuda::kernels::skinny_experts::{ExpertsDown, ExpertsUp, experts_down, experts_up};
 use lapidary_cuda::kernels::skinny_gemm::{
-    Choice, Chosen, ExpertsDown, ExpertsUp, Gate, Linear, MAX_PLANES, Output, Weights, experts_down,
-    experts_up, linear, linear_as, most_rows,
+    Choice, Chosen, Gate, Linear, MAX_PLANES, Output, Weights, linear, linear_as, most_rows,
 };
 use lapidary_cuda::kernels::{gemm_prefill, gemm_wide};
 use lapidary_cuda::pack::{Form, PackedShape};
@@ -99,7 +98,6 @@ impl Bench {
                             Output::F32 { softcap: 0.0 }
                         },
                         most_planes,
-                        ahead: Ahead::default(),
                     };
                     let guess = shape.bytes() as f64 / 4e6 + 2.0;
                     // SAFETY: the buffers are large enough for every shape above.
@@ -146,7 +144,6 @@ impl Bench {
                             out_stride: m,
                             output,
                             most_planes,
-                            ahead: Ahead::default(),
                         };
                         let guess = shape.bytes() as f64 / 4e6 + 2.0;
                         // SAFETY: the buffers are large enough for every shape above.
@@ -229,13 +226,47 @@ impl Bench {
                         hidden_stride: 704,
                         gate: Gate::GeluTanh,
                     };
-                    experts_up(self.lab.queue(), &call).unwrap();
+                    experts_up(self.lab.queue(), &call, None).unwrap();
                 });
                 self.line(
                     &format!("26B experts gate+up {} {n} rows", form.name()),
                     per_call * up.bytes() as f64,
                     us,
                 );
+                let dense = PackedShape { form, rows: 2816, cols: 2112 };
+                if 2112 % form.chunk_inputs() == 0 {
+                    // SAFETY: as above.
+                    let us = self.lab.time(48, |i| unsafe {
+                        let call = ExpertsUp {
+                            weights: Weights { shape: up, strips: self.pool.ptr(), row_scales: scales },
+                            chosen: chosen(i),
+                            top_k: 8,
+                            x: self.x.ptr(),
+                            x_stride: 2816,
+                            rows: n,
+                            hidden: self.out.ptr(),
+                            hidden_stride: 704,
+                            gate: Gate::GeluTanh,
+                        };
+                        let strips = self.pool.ptr().at((128 * up.bytes() + i * dense.bytes()) / 256 * 256);
+                        let side = Linear {
+                            weights: Weights { shape: dense, strips, row_scales: scales },
+                            x: self.x.ptr(),
+                            x_stride: 2112,
+                            rows: n,
+                            out: self.out.ptr().at(32 << 20),
+                            out_stride: 2816,
+                            output: Output::F32 { softcap: 0.0 },
+                            most_planes: MAX_PLANES,
+                        };
+                        experts_up(self.lab.queue(), &call, Some(&side)).unwrap();
+                    });
+                    self.line(
+                        &format!("26B experts gate+up and dense down {} {n} rows", form.name()),
+                        per_call * up.bytes() as f64 + dense.bytes() as f64,
+                        us,
+                    );
+                }
                 if 704 % form.chunk_inputs() != 0 {
                     continue;
                 }
@@ -288,7 +319,6 @@ impl Bench {
                         out_stride: rows,
                         output: out,
                         most_planes: 1,
-                        ahead: Ahead::default(),
                     };
                     let flops = 2.0 * (n * rows * cols) as f64;
                     let line = |kernel: &str, us: f64| {

@@ -2,11 +2,10 @@
 
 use lapidary_ops::{Act, Activation, Error, Mat, Norm, Ops, Result, TapPoint};
 
-use super::experts::packed_experts;
+use super::experts::{GatedVerb, RouterVerb, packed_experts};
 use super::fuse::{Residual, Step, fuse};
 use super::{Recorder, Verb};
 use crate::driver::DevPtr;
-use crate::kernels::ahead::Ahead;
 use crate::kernels::gemm_wide;
 use crate::kernels::hooks::Source;
 use crate::kernels::producers::{self, Argmax, Branch, NormOut};
@@ -34,16 +33,6 @@ pub(crate) fn run(ops: &mut CudaOps<'_>, program: &(dyn Fn(&mut dyn Ops) + Sync)
 /// Rows up to which a product runs sixteen or thirty-two at a time over all weights rather than once through the kernel for many: on
 /// an H200 31B FP8 takes 12.8 ms for 16 rows that way and 60 ms for 32 the other (2026-11-30).
 pub(super) const SKINNY_ROWS: usize = 64;
-
-fn megabytes(name: &str) -> usize {
-    std::env::var(name).ok().and_then(|v| v.parse().ok()).unwrap_or(0usize) << 20
-}
-fn tail_bytes() -> usize {
-    megabytes("LAPIDARY_TAIL_MB")
-}
-fn finish_bytes() -> usize {
-    megabytes("LAPIDARY_AHEAD_MB")
-}
 
 /// A product's sums that nobody has added up yet: float32 `[plane][rows][stride]`.
 #[derive(Clone, Copy, Debug)]
@@ -79,19 +68,27 @@ impl Step {
             Step::GateTimes { out, gate, x, inputs, .. } => (vec![*x, *inputs], vec![*gate, *out]),
             Step::Router { routes, logits, x, .. } => (vec![*x], vec![*logits, *routes]),
             Step::Experts { out, x, routes, .. } => (vec![*x, *routes], vec![*out]),
-            Step::PerLayer(p) => {
-                let each: Vec<_> = p.parts().iter().map(Step::uses).collect();
-                (
-                    each.iter().flat_map(|u| u.0.clone()).collect(),
-                    each.into_iter().flat_map(|u| u.1).collect(),
-                )
-            }
+            Step::PerLayer(p) => uses_of(&p.parts()),
+            Step::GatedRouter(both) | Step::LinearExperts(both) => uses_of(&both[..]),
             Step::TapBranches { y, z, .. } => (vec![y.0, z.0], vec![]),
         }
     }
 }
 
+fn uses_of(steps: &[Step]) -> (Vec<Act>, Vec<Act>) {
+    let each: Vec<_> = steps.iter().map(Step::uses).collect();
+    (each.iter().flat_map(|u| u.0.clone()).collect(), each.into_iter().flat_map(|u| u.1).collect())
+}
+
 impl CudaOps<'_> {
+    /// Steps that were joined, one by one.
+    fn apart(&mut self, steps: &[Step], later: &[Step]) {
+        for (i, step) in steps.iter().enumerate() {
+            let rest: Vec<Step> = steps[i + 1..].iter().chain(later).cloned().collect();
+            self.step(step, &rest);
+        }
+    }
+
     fn step(&mut self, step: &Step, later: &[Step]) {
         match step {
             Step::Verb(verb) => self.single(verb, later),
@@ -100,15 +97,15 @@ impl CudaOps<'_> {
                 if self.gates_in_product(out, x, w) {
                     self.verb(|s| s.gate_times(out, x, w, inputs, layer, f));
                 } else {
-                    self.verb(|s| s.fast_linear(gate, x, w, 1, Ahead::default()));
+                    self.verb(|s| s.fast_linear(gate, x, w, 1));
                     self.per_layer_gate(out, gate, inputs, layer, f);
                 }
             }
             &Step::Router { routes, logits, x, w, spec } => {
                 if self.routes_fast(x, w, &spec) && packed_experts(later, routes, &self.on.mats) {
-                    self.verb(|s| s.router(routes, logits, x, w, &spec));
+                    self.verb(|s| s.router(RouterVerb { routes, logits, x, w, spec }));
                 } else {
-                    self.verb(|s| s.fast_linear(logits, x, w, 1, Ahead::default()));
+                    self.verb(|s| s.fast_linear(logits, x, w, 1));
                     self.route(routes, logits, &spec);
                     self.routed = false;
                 }
@@ -116,20 +113,26 @@ impl CudaOps<'_> {
             &Step::TapBranches { point, y, z } => self.verb(|s| s.tap_branches(point, y, z)),
             &Step::Experts { out, x, routes, spec } => {
                 if self.routed {
-                    let planes = self.planes_for(out, later);
-                    self.verb(|s| s.fast_experts(out, x, &spec, planes));
+                    let planes = [1, self.planes_for(out, later)];
+                    self.verb(|s| s.fast_experts((out, x, spec), None, planes));
                 } else {
                     self.experts(out, x, routes, &spec);
                 }
             }
             Step::PerLayer(p) => match self.fuses_per_layer(p) {
                 true => self.verb(|s| s.per_layer(p)),
-                false => {
-                    let parts = p.parts();
-                    for (i, part) in parts.iter().enumerate() {
-                        self.step(part, &parts[i + 1..]);
-                    }
+                false => self.apart(&p.parts(), later),
+            },
+            Step::GatedRouter(both) => match self.gates_beside_router(both, later) {
+                Some((gated, router)) => self.verb(|s| s.gated_and_router(gated, router)),
+                None => self.apart(&both[..], later),
+            },
+            Step::LinearExperts(both) => match self.multiplies_beside_experts(both) {
+                Some((product, experts)) => {
+                    let planes = [self.planes_for(product.0, later), self.planes_for(experts.0, later)];
+                    self.verb(|s| s.fast_experts(experts, Some(product), planes));
                 }
+                None => self.apart(&both[..], later),
             },
         }
     }
@@ -142,15 +145,14 @@ impl CudaOps<'_> {
             Verb::RmsNorm(out, x, norm) => self.rms_norm(out, x, norm),
             Verb::Cast(out, x) => self.cast(out, x),
             Verb::Linear(out, x, w) => {
-                let (planes, ahead) = (self.planes_for(out, later), self.ahead(later, 0, tail_bytes()));
-                self.verb(|s| s.fast_linear(out, x, w, planes, ahead));
+                let planes = self.planes_for(out, later);
+                self.verb(|s| s.fast_linear(out, x, w, planes));
             }
             Verb::Gated { out, gate_up, x, w, f } => {
                 if self.gates_in_product(out, x, w) {
-                    let ahead = self.ahead(later, 0, tail_bytes());
-                    self.verb(|s| s.gated(out, x, w, f, ahead));
+                    self.verb(|s| s.gated(GatedVerb { out, x, w, f }));
                 } else {
-                    self.verb(|s| s.fast_linear(gate_up, x, w, 1, Ahead::default()));
+                    self.verb(|s| s.fast_linear(gate_up, x, w, 1));
                     self.geglu(out, gate_up, f);
                 }
             }
@@ -158,10 +160,7 @@ impl CudaOps<'_> {
             Verb::Add(x, y) => self.add(x, y),
             Verb::Scale(x, by) => self.scale(x, by),
             Verb::QkvFinish(qkv, ref spec) => match self.fast_heads(spec.head_dim) {
-                true => {
-                    let ahead = self.ahead(later, tail_bytes(), finish_bytes());
-                    self.verb(|s| s.finish_heads(qkv, spec, ahead));
-                }
+                true => self.verb(|s| s.finish_heads(qkv, spec)),
                 false => self.qkv_finish(qkv, spec),
             },
             Verb::Attention(out, qkv, ref spec) => match self.fast_heads(spec.head_dim) {
@@ -297,41 +296,6 @@ impl CudaOps<'_> {
         unsafe { Ok(producers::residual(self.on.queue(), &call)?) }
     }
 
-    /// The first `most` bytes of the weights that the products in `later` read, but for the first `skip`.
-    fn ahead(&self, later: &[Step], mut skip: usize, most: usize) -> Ahead {
-        let mut ahead = Ahead::default();
-        if self.rows > MAX_ROWS {
-            return ahead;
-        }
-        for step in later.iter().take(10) {
-            let w = match *step {
-                _ if ahead.len() >= most => break,
-                Step::Verb(Verb::Linear(_, _, w) | Verb::Gated { w, .. } | Verb::Logits(_, _, w, _)) => w,
-                Step::PerLayer(ref p) => {
-                    for w in self.per_layer_weights(p).iter().flat_map(|&(gate, w)| [gate, w]) {
-                        ahead.add(w.strips, w.shape.bytes());
-                    }
-                    continue;
-                }
-                Step::GateTimes { .. } | Step::Router { .. } | Step::Experts { .. } => break,
-                _ => continue,
-            };
-            let Some(weights) = self.one_run(w) else { break };
-            let (all, gated) = (weights.shape.bytes(), matches!(step, Step::Verb(Verb::Gated { .. })));
-            // Gate and up are read side by side.
-            let (parts, bytes) = if gated { (2, all / 2) } else { (1, all) };
-            let (from, room) = ((skip / parts).min(bytes) / 16 * 16, (most - ahead.len()) / parts);
-            for part in 0..parts {
-                ahead.add(weights.strips.at(part * bytes + from), (bytes - from).min(room) / 16 * 16);
-            }
-            skip = skip.saturating_sub(all);
-            if gated {
-                break;
-            }
-        }
-        ahead
-    }
-
     /// The one run of a matrix that is packed in one form.
     pub(crate) fn one_run(&self, w: Mat) -> Option<Weights> {
         match self.on.mats[w.0 as usize].packed.as_ref().map(|p| &p.runs[..]) {
@@ -340,7 +304,7 @@ impl CudaOps<'_> {
         }
     }
 
-    fn gates_in_product(&self, out: Act, x: Act, w: Mat) -> bool {
+    pub(super) fn gates_in_product(&self, out: Act, x: Act, w: Mat) -> bool {
         self.act(out).bf16 == 1
             && self.act(x).bf16 == 1
             && self.one_run(w).is_some_and(|w| w.shape.rows.is_multiple_of(32))
@@ -390,7 +354,7 @@ impl CudaOps<'_> {
     }
 
     /// A product of all rows.
-    fn call(&self, out: Act, x: Act, weights: Weights) -> Linear {
+    pub(super) fn call(&self, out: Act, x: Act, weights: Weights) -> Linear {
         let (o, v) = (self.act(out), self.act(x));
         Linear {
             weights,
@@ -401,11 +365,10 @@ impl CudaOps<'_> {
             out_stride: o.stride as usize,
             output: Output::F32 { softcap: 0.0 },
             most_planes: 1,
-            ahead: Ahead::default(),
         }
     }
 
-    fn fast_linear(&mut self, out: Act, x: Act, w: Mat, most_planes: usize, ahead: Ahead) -> Result<()> {
+    fn fast_linear(&mut self, out: Act, x: Act, w: Mat, most_planes: usize) -> Result<()> {
         self.left.weight_bytes += self.on.mats[w.0 as usize].bytes as u64;
         let bf16 = self.act(x).bf16 == 1;
         if self.on.mats[w.0 as usize].packed.is_none() || !bf16 {
@@ -421,7 +384,6 @@ impl CudaOps<'_> {
                     out: room.ptr,
                     out_stride: room.stride,
                     most_planes,
-                    ahead,
                     ..self.call(out, x, weights)
                 };
                 // SAFETY: widths agree, and there is room for as many planes.
@@ -434,20 +396,26 @@ impl CudaOps<'_> {
         let runs = self.on.mats[w.0 as usize].packed.as_ref().map_or(Vec::new(), |p| p.runs.clone());
         for (first_out, weights) in runs {
             let call = self.call(out, x, weights);
-            let call = Linear { out: call.out.at(first_out * 4), ahead, ..call };
+            let call = Linear { out: call.out.at(first_out * 4), ..call };
             // SAFETY: widths agree, and a run's outputs lie inside the row.
             unsafe { self.multiply(&call)? };
         }
         Ok(())
     }
 
-    fn gated(&mut self, out: Act, x: Act, w: Mat, f: Activation, ahead: Ahead) -> Result<()> {
+    /// The call of a gated product, which is counted here.
+    pub(super) fn gated_call(&mut self, verb: GatedVerb) -> Result<Linear> {
+        let GatedVerb { out, x, w, f } = verb;
         self.left.weight_bytes += self.on.mats[w.0 as usize].bytes as u64;
         let Some(weights) = self.one_run(w) else { return Err(not_packed()) };
         let o = self.act(out);
         crate::ops::same("gated_linear", 2 * o.width, weights.shape.rows as i32)?;
         crate::ops::same("gated_linear", self.act(x).width, weights.shape.cols as i32)?;
-        let call = Linear { output: Output::Gated(gate(f)), ahead, ..self.call(out, x, weights) };
+        Ok(Linear { output: Output::Gated(gate(f)), ..self.call(out, x, weights) })
+    }
+
+    fn gated(&mut self, verb: GatedVerb) -> Result<()> {
+        let call = self.gated_call(verb)?;
         // SAFETY: widths agree.
         unsafe { self.multiply(&call) }
     }
@@ -499,6 +467,8 @@ impl CudaOps<'_> {
         let out = workspace.get(Piece::Tokens, stream, most * 4)?;
         let bytes = producers::argmax_workspace_bytes(most);
         let workspace = workspace.get(Piece::Argmax, stream, bytes)?;
+        let turn = self.on.upload.turn_at;
+        let told = self.on.flight.told(&self.on.context, stream, most, turn)?;
         let call = Argmax {
             logits: l.ptr,
             stride: l.stride as usize,
@@ -506,14 +476,15 @@ impl CudaOps<'_> {
             rows: self.rows,
             out,
             workspace,
+            told: Some(told),
         };
         // SAFETY: both pieces hold as many rows as the logits do.
         unsafe { producers::argmax(self.on.queue(), &call)? }
-        self.left.tokens = self.rows;
+        (self.left.tokens, self.left.told) = (self.rows, true);
         Ok(())
     }
 
-    fn same_widths(&self, out: Act, x: Act, w: Mat) -> Result<()> {
+    pub(super) fn same_widths(&self, out: Act, x: Act, w: Mat) -> Result<()> {
         let m = &self.on.mats[w.0 as usize];
         crate::ops::same("product", self.act(x).width, m.cols as i32)?;
         crate::ops::same("product", self.act(out).width, m.rows as i32)

@@ -30,7 +30,7 @@ impl PerLayer {
 }
 
 impl CudaOps<'_> {
-    pub(super) fn per_layer_weights(&self, p: &PerLayer) -> Option<(Weights, Weights)> {
+    fn per_layer_weights(&self, p: &PerLayer) -> Option<(Weights, Weights)> {
         Some((self.one_run(p.gate_step()?.w)?, self.one_run(p.product.2)?))
     }
 

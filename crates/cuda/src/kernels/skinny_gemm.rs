@@ -3,9 +3,8 @@
 //! One kernel serves a plain product, a gated pair of matrices, a product whose result is a gate for something else, and
 //! chosen experts. [`Choice::of`] decides strips a warp, where x is kept and how k is cut into planes.
 
-use super::ahead::Ahead;
+use super::skinny_shape::Variant;
 pub use super::skinny_shape::{Choice, most_rows};
-use super::skinny_shape::{SHARED_OF_TWO, Variant, Work};
 use crate::driver::DevPtr;
 use crate::error::{Error, Result};
 use crate::launch::{Args, Queue, Shape};
@@ -80,8 +79,6 @@ pub struct Linear {
     pub output: Output,
     /// Planes that `out` has room for.
     pub most_planes: usize,
-    /// What the products after this one will read.
-    pub ahead: Ahead,
 }
 
 /// The experts that a router chose, on the device.
@@ -95,41 +92,39 @@ pub struct Chosen {
 
 #[derive(Clone, Copy)]
 #[repr(C)]
-struct SkinnyArgs {
-    w: DevPtr,
-    row_scale: DevPtr,
-    x: DevPtr,
-    out: DevPtr,
-    times: DevPtr,
-    groups: DevPtr,
-    group_weight: DevPtr,
-    strip_bytes: u64,
-    group_bytes: u64,
-    strips: i32,
-    k: i32,
-    chunks: i32,
-    ldx: i32,
-    rows: i32,
-    ldo: i32,
-    m: i32,
-    lwm: i32,
-    planes: i32,
-    cut: i32,
-    epilogue: i32,
-    activation: i32,
-    ld_times: i32,
-    per_group: i32,
-    magic_group: u32,
-    magic_chunks: u32,
-    scale_rows: i32,
-    softcap: f32,
-    ahead: Ahead,
+pub(super) struct SkinnyArgs {
+    pub w: DevPtr,
+    pub row_scale: DevPtr,
+    pub x: DevPtr,
+    pub out: DevPtr,
+    pub times: DevPtr,
+    pub groups: DevPtr,
+    pub group_weight: DevPtr,
+    pub strip_bytes: u64,
+    pub group_bytes: u64,
+    pub strips: i32,
+    pub k: i32,
+    pub chunks: i32,
+    pub ldx: i32,
+    pub rows: i32,
+    pub ldo: i32,
+    pub m: i32,
+    pub lwm: i32,
+    pub planes: i32,
+    pub cut: i32,
+    pub epilogue: i32,
+    pub activation: i32,
+    pub ld_times: i32,
+    pub per_group: i32,
+    pub magic_group: u32,
+    pub magic_chunks: u32,
+    pub softcap: f32,
 }
 
 // SAFETY: mirrors `SkinnyArgs` in kernels/common/skinny.cuh.
 unsafe impl Args for SkinnyArgs {}
 
-fn refuse(what: String) -> Error {
+pub(super) fn refuse(what: String) -> Error {
     Error::Shape { kernel: "skinny_gemm", what }
 }
 
@@ -164,16 +159,22 @@ pub unsafe fn linear(queue: Queue<'_>, call: &Linear) -> Result<usize> {
 /// As [`linear`]; the choice was made for this product.
 pub unsafe fn linear_as(queue: Queue<'_>, call: &Linear, choice: Choice) -> Result<usize> {
     let shape = call.weights.shape;
-    let gated = matches!(call.output, Output::Gated(_));
     if choice.tiles > 1 && matches!(choice.variant, Variant::Shared | Variant::SharedTwo) {
         return Err(refuse(format!("{} inputs for more than 8 rows", shape.cols)));
     }
+    // SAFETY: the caller's; the shape is the kernel's own.
+    unsafe { launch(queue, shape, call.rows, choice, &linear_arguments(call, choice))? };
+    Ok(choice.planes)
+}
+
+/// What a kernel takes of a product in a shape.
+pub(super) fn linear_arguments(call: &Linear, choice: Choice) -> SkinnyArgs {
+    let gated = matches!(call.output, Output::Gated(_));
     let mut args = arguments(&call.weights, call.rows, choice, gated);
     args.x = call.x;
     args.ldx = call.x_stride as i32;
     args.out = call.out;
     args.ldo = call.out_stride as i32;
-    args.ahead = call.ahead;
     match call.output {
         Output::F32 { softcap } => args.softcap = softcap,
         Output::Bf16 => args.epilogue = 1,
@@ -188,9 +189,7 @@ pub unsafe fn linear_as(queue: Queue<'_>, call: &Linear, choice: Choice) -> Resu
             args.ld_times = stride as i32;
         }
     }
-    // SAFETY: the caller's; the shape is the kernel's own.
-    unsafe { launch(queue, shape, call.rows, choice, &args)? };
-    Ok(choice.planes)
+    args
 }
 
 /// The planes that [`linear`] would write for this product.
@@ -198,121 +197,13 @@ pub fn planes(shape: PackedShape, rows: usize, most_planes: usize, multiprocesso
     Choice::of(shape, rows, false, most_planes, multiprocessors).planes
 }
 
-/// Gate and up of chosen experts: `hidden[group][row] = weight[group][row] * f(gate) * up` in bf16, zero where the row
-/// did not choose the group's expert.
-#[derive(Clone, Copy, Debug)]
-pub struct ExpertsUp {
-    /// Gate rows, then up rows, of every expert.
-    pub weights: Weights,
-    /// The choice.
-    pub chosen: Chosen,
-    /// Experts that each row chooses.
-    pub top_k: usize,
-    /// bf16 `[rows][x_stride]`.
-    pub x: DevPtr,
-    /// Values from row to row of `x`.
-    pub x_stride: usize,
-    /// Rows, 1 to 16.
-    pub rows: usize,
-    /// `[groups][rows][hidden_stride]`, room for `min(experts, rows * top_k)` groups.
-    pub hidden: DevPtr,
-    /// Values from row to row of `hidden`, a multiple of 8.
-    pub hidden_stride: usize,
-    /// Activation.
-    pub gate: Gate,
-}
-
-/// Queues [`ExpertsUp`].
-///
-/// # Errors
-/// `Shape`, as [`linear`].
-///
-/// # Safety
-/// As [`linear`]; the ids in `chosen` are experts of the stack.
-pub unsafe fn experts_up(queue: Queue<'_>, call: &ExpertsUp) -> Result<()> {
-    let shape = call.weights.shape;
-    check(shape, call.rows, MAX_ROWS, call.x_stride, true)?;
-    whole_chunks(shape)?;
-    let sms = queue.stream.context().info.multiprocessors as usize;
-    let groups = likely_groups(call.rows, call.top_k);
-    let work = Work { shape, rows: call.rows, gated: true, most_planes: 1, sms, groups, scaled_groups: 0 };
-    let mut choice = work.balance(Variant::Up);
-    let shared = Choice { variant: Variant::UpShared, ..choice };
-    if choice.tiles == 1 && shared.shared(shape, call.rows) <= SHARED_OF_TWO {
-        choice = shared;
-    }
-    let mut args = arguments(&call.weights, call.rows, choice, true);
-    args.x = call.x;
-    args.ldx = call.x_stride as i32;
-    args.out = call.hidden;
-    args.ldo = call.hidden_stride as i32;
-    args.groups = call.chosen.groups;
-    args.group_weight = call.chosen.weights;
-    args.activation = call.gate as i32;
-    // SAFETY: the caller's; the shape is the kernel's own.
-    unsafe { launch(queue, shape, call.rows, choice, &args) }
-}
-
-/// Down of chosen experts, summed over them: `out[row] = sum over groups of Down_group hidden[group][row]`.
-#[derive(Clone, Copy, Debug)]
-pub struct ExpertsDown {
-    /// All experts' matrices.
-    pub weights: Weights,
-    /// The choice; its weights are in `hidden` already.
-    pub chosen: Chosen,
-    /// Experts that each row chooses.
-    pub top_k: usize,
-    /// bf16 `[groups][rows][hidden_stride]`.
-    pub hidden: DevPtr,
-    /// Values from row to row of `hidden`, a multiple of 8.
-    pub hidden_stride: usize,
-    /// Rows, 1 to 16.
-    pub rows: usize,
-    /// float32 `[planes][rows][out_stride]`.
-    pub out: DevPtr,
-    /// Values from row to row of `out`.
-    pub out_stride: usize,
-    /// Planes that `out` has room for.
-    pub most_planes: usize,
-}
-
-/// Queues [`ExpertsDown`]. Returns how many planes of sums were written.
-///
-/// # Errors
-/// `Shape`, as [`linear`].
-///
-/// # Safety
-/// As [`experts_up`].
-pub unsafe fn experts_down(queue: Queue<'_>, call: &ExpertsDown) -> Result<usize> {
-    let shape = call.weights.shape;
-    check(shape, call.rows, MAX_ROWS, call.hidden_stride, false)?;
-    whole_chunks(shape)?;
-    let sms = queue.stream.context().info.multiprocessors as usize;
-    let groups = likely_groups(call.rows, call.top_k);
-    let scaled_groups =
-        if call.weights.row_scales == DevPtr::NULL { 0 } else { MAX_EXPERTS.min(call.rows * call.top_k) };
-    let most_planes = call.most_planes;
-    let work = Work { shape, rows: call.rows, gated: false, most_planes, sms, groups, scaled_groups };
-    let choice = work.balance(Variant::Down);
-    let mut args = arguments(&call.weights, call.rows, choice, false);
-    args.x = call.hidden;
-    args.ldx = call.hidden_stride as i32;
-    args.out = call.out;
-    args.ldo = call.out_stride as i32;
-    args.groups = call.chosen.groups;
-    args.group_weight = call.chosen.weights;
-    // SAFETY: the caller's; the shape is the kernel's own.
-    unsafe { launch(queue, shape, call.rows, choice, &args)? };
-    Ok(choice.planes)
-}
-
-/// Distinct experts that the launch shape is chosen for: all different for one row, fewer for many.
-fn likely_groups(rows: usize, top_k: usize) -> usize {
-    let all = MAX_EXPERTS as f64;
-    (all * (1.0 - (1.0 - top_k as f64 / all).powi(rows as i32))).round().max(1.0) as usize
-}
-
-fn check(shape: PackedShape, rows: usize, most: usize, x_stride: usize, gated: bool) -> Result<()> {
+pub(super) fn check(
+    shape: PackedShape,
+    rows: usize,
+    most: usize,
+    x_stride: usize,
+    gated: bool,
+) -> Result<()> {
     if rows == 0 || rows > most {
         return Err(refuse(format!("{rows} rows, it takes 1 to {most}")));
     }
@@ -331,14 +222,7 @@ fn check(shape: PackedShape, rows: usize, most: usize, x_stride: usize, gated: b
     Ok(())
 }
 
-fn whole_chunks(shape: PackedShape) -> Result<()> {
-    match shape.cols.is_multiple_of(shape.form.chunk_inputs()) && shape.rows.is_multiple_of(16) {
-        true => Ok(()),
-        false => Err(refuse(format!("experts of {} x {}", shape.rows, shape.cols))),
-    }
-}
-
-fn arguments(weights: &Weights, rows: usize, choice: Choice, gated: bool) -> SkinnyArgs {
+pub(super) fn arguments(weights: &Weights, rows: usize, choice: Choice, gated: bool) -> SkinnyArgs {
     let shape = weights.shape;
     let strips = if gated { shape.strips() / 2 } else { shape.strips() };
     let per_group = strips.div_ceil(choice.unit() / if gated { 2 } else { 1 });
@@ -368,9 +252,7 @@ fn arguments(weights: &Weights, rows: usize, choice: Choice, gated: bool) -> Ski
         per_group: per_group as i32,
         magic_group: reciprocal(per_group),
         magic_chunks: reciprocal(shape.chunks()),
-        scale_rows: choice.scale_rows as i32,
         softcap: 0.0,
-        ahead: Ahead::default(),
     }
 }
 
@@ -382,12 +264,12 @@ fn reciprocal(n: usize) -> u32 {
 
 /// # Safety
 /// As [`linear`].
-unsafe fn launch(
+pub(super) unsafe fn launch(
     queue: Queue<'_>,
     shape: PackedShape,
     rows: usize,
     choice: Choice,
-    args: &SkinnyArgs,
+    args: &impl Args,
 ) -> Result<()> {
     let grid = [choice.blocks as u32, choice.planes as u32, 1];
     let grid = Shape::grid(grid, 288).shared(choice.shared(shape, rows) as u32).dependent();

@@ -13,6 +13,7 @@ mod pair;
 mod per_layer;
 mod probe;
 mod producers;
+mod skinny_experts;
 mod skinny_gemm;
 
 use std::sync::Arc;
