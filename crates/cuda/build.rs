@@ -146,7 +146,7 @@ fn compile(nvcc: &Path, version: &str, file: &Path, archs: &[String], out: &Path
     let image = out.join(format!("{name}.fatbin"));
     let (deps, stamp) = (out.join(format!("{name}.d")), out.join(format!("{name}.stamp")));
     let mut command: Vec<OsString> =
-        ["-fatbin", "-O3", "-std=c++17", "-lineinfo", "--compress-mode=size", "-I", "kernels"]
+        ["-fatbin", "-O3", "-std=c++17", "--compress-mode=size", "-I", "kernels"]
             .map(OsString::from)
             .to_vec();
     let only = name.rsplit_once("_sm").map(|(_, only)| only);

@@ -80,7 +80,7 @@ fn reply(
     let tools = Tools::new(&[
         json!({"function": {"name": "f", "parameters": {"type": "object", "properties": fields}}}),
     ]);
-    let options = OutputOptions { tools, parallel_calls, stop_ids: Vec::new() };
+    let options = OutputOptions { tools, parallel_calls, ..OutputOptions::default() };
     let mut parser = OutputParser::new(tokenizer, prompt, options);
     let mut events = Vec::new();
     for &id in ids {

@@ -226,6 +226,53 @@ def test_responses(client):
         client.responses.create(model="lapidary", input="x", previous_response_id="resp_1")
 
 
+def test_probabilities_of_a_prompt(client):
+    # What evaluation harnesses send: the prompt back with its tokens' probabilities, and no answer.
+    reply = client.completions.create(
+        model="lapidary", prompt="Once upon a time there was", echo=True, logprobs=2, max_tokens=0, temperature=0
+    )
+    found = reply.choices[0].logprobs
+    assert reply.choices[0].text == "Once upon a time there was"
+    assert found.token_logprobs[0] is None and all(p <= 0 for p in found.token_logprobs[1:])
+    assert "".join(found.tokens[1:]) == reply.choices[0].text and len(found.tokens) == reply.usage.prompt_tokens
+    assert [len(top) for top in found.top_logprobs[1:]] == [2] * (len(found.tokens) - 1)
+    whole = ask(client, CAPITAL, max_tokens=4, extra_body={"prompt_logprobs": 1})
+    assert len(whole.choices[0].prompt_logprobs) == whole.usage.prompt_tokens
+
+
+def test_logprobs_of_a_response(client):
+    reply = client.responses.create(
+        model="lapidary", input=CAPITAL, temperature=0, top_logprobs=3, include=["message.output_text.logprobs"]
+    )
+    part = reply.output[0].content[0]
+    assert "".join(p.token for p in part.logprobs) == part.text and len(part.logprobs[0].top_logprobs) == 3
+
+
+def test_steering_and_captures():
+    # A direction as wide as the built-in model's residual stream.
+    direction = [math.sin(3 * i) for i in range(256)]
+    with serving("--steering-inline") as server:
+        client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+        plain = ask(client, STORY, max_tokens=20)
+        looks = lambda strength: {
+            "steering": [{"vector": {"2": direction}, "strength": strength, "layers": "2"}],
+            "capture": {"layers": "2", "positions": "last"},
+        }
+        off = ask(client, STORY, max_tokens=20, extra_body=looks(0)).choices[0]
+        on = ask(client, STORY, max_tokens=20, extra_body=looks(3)).choices[0]
+        assert off.message.content == plain.choices[0].message.content != on.message.content
+        assert off.capture["tensors"]["hidden.2"]["shape"] == [1, 256]
+        assert off.capture["tensors"]["hidden.2"]["data"] != on.capture["tensors"]["hidden.2"]["data"]
+        # A steered beginning is kept for those that are steered alike, and for no others.
+        again = ask(client, STORY, max_tokens=20, extra_body={**looks(3), "capture": None})
+        assert again.choices[0].message.content == on.message.content
+        assert ask(client, STORY, max_tokens=20).choices[0].message.content == plain.choices[0].message.content
+        streamed = [c.choices[0] for c in ask(client, STORY, max_tokens=20, stream=True, extra_body=looks(3))]
+        assert [c.capture for c in streamed if hasattr(c, "capture")] == [on.capture]
+        with pytest.raises(openai.BadRequestError, match="wide"):
+            ask(client, STORY, extra_body={"steering": {"vector": {"2": [1.0]}}})
+
+
 def test_errors(client):
     with pytest.raises(openai.BadRequestError) as long:
         ask(client, [{"role": "user", "content": "dog " * 20000}])

@@ -164,12 +164,15 @@ fn prepare(
 
 /// What a plan adds up to, and what there is.
 fn arithmetic(plan: &MemoryPlan, budget: u64) -> String {
+    let own = match plan.device_bytes {
+        0 => String::new(),
+        n => format!(" + between kernels {}", report::bytes(n)),
+    };
     format!(
-        "weights {} + keys and values {} + activations {} + kernels' own {} = {} of memory, {} are available",
+        "weights {} + keys and values {} + activations {}{own} = {} of memory, {} are available",
         report::bytes(plan.weight_bytes()),
         report::bytes(plan.kv_bytes()),
         report::bytes(plan.activation_bytes()),
-        report::bytes(plan.device_bytes),
         report::bytes(plan.total()),
         report::bytes(budget)
     )

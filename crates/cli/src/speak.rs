@@ -164,11 +164,12 @@ impl Said {
             n => format!(", read in place from the file {}", bytes(n as u64)),
         };
         format!(
-            "load    {:.2} s\n\
+            "load    {:.2} s ({:.2} GB/s of weights)\n\
              prompt  {} tokens{reused}, {:.2} t/s, first token after {:.3} s\n\
              answer  {} tokens, {:.2} t/s\n\
              memory  {}: weights {}, keys and values {}, activations {}{mapped}\n",
             gemma.load_time().as_secs_f64(),
+            (m.weights + m.mapped) as f64 / 1e9 / gemma.load_time().as_secs_f64().max(1e-9),
             self.usage.prompt_tokens,
             self.prompt_rate(),
             self.usage.prompt_time.as_secs_f64(),

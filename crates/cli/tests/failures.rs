@@ -132,7 +132,17 @@ fn too_little_memory() {
     let mut shell = std::process::Command::new("sh");
     shell.args(["-c", &script, binary]).arg(pebble()).env_remove("RUST_BACKTRACE");
     let ran = finish(shell.output().expect("there is a shell"));
-    says(&ran.failure(), &["needs", "GiB", "MiB are available", "lower --ctx", "--ignore-memory"]);
+    says(
+        &ran.failure(),
+        &[
+            "does not fit",
+            "GiB",
+            "MiB are available",
+            "the longest context that fits is",
+            "--min-ctx",
+            "--ignore-memory",
+        ],
+    );
 
     // Without the look ahead, the allocation itself is refused in one line.
     let script = script.replace("run", "run --ignore-memory");

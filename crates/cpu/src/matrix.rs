@@ -49,6 +49,8 @@ pub(crate) struct Matrix {
     pub cols: usize,
     /// The parts in order.
     pub parts: Vec<Part>,
+    /// Whether rows that are about to be used are asked for ahead.
+    paged: bool,
 }
 
 /// Consecutive rows of a matrix that share a format.
@@ -88,7 +90,7 @@ impl Matrix {
     /// Takes over the parts without reading them where they lie in a file map: experts of a model that is larger than
     /// memory. Their values are not checked; one that is not finite shows in the logits.
     pub fn paged(packing: Packing<'_>, parts: &[TensorView<'_>]) -> Result<Matrix> {
-        Matrix::of(parts, |part| {
+        let matrix = Matrix::of(parts, |part| {
             if find(packing.maps, part.bytes).is_none() || !is_sliceable(part) {
                 return Matrix::new(packing, std::slice::from_ref(part)).map(Matrix::only);
             }
@@ -97,7 +99,8 @@ impl Matrix {
                 Some(packer) => Weights::Paged(file, packer),
                 None => Weights::File(file),
             })
-        })
+        })?;
+        Ok(Matrix { paged: true, ..matrix })
     }
 
     /// The weights of a matrix of one part.
@@ -124,7 +127,8 @@ impl Matrix {
         let Some(first) = parts.first() else {
             return Err(Error::Tensor { tensor: "matrix".into(), reason: "has no parts".into() });
         };
-        let mut matrix = Matrix { rows: 0, cols: first.cols, parts: Vec::with_capacity(parts.len()) };
+        let mut matrix =
+            Matrix { rows: 0, cols: first.cols, parts: Vec::with_capacity(parts.len()), paged: false };
         for part in parts {
             if part.cols != first.cols {
                 let reason = format!("has {} columns, {} has {}", part.cols, first.name, first.cols);
@@ -167,11 +171,18 @@ impl Matrix {
         self.parts.iter().all(|p| p.weights.takes_blocks())
     }
 
-    /// Asks the system to bring rows `first .. first + rows`, which lie in one part, into memory if they are paged.
+    /// Asks the system to bring rows `first .. first + rows` into memory if they are paged.
     pub fn want(&self, first: usize, rows: usize) {
-        let part = self.part_of(first);
-        if let Weights::Paged(file, _) = &part.weights {
-            file.want(first - part.first_row, rows);
+        if !self.paged {
+            return;
+        }
+        let before = self.parts.partition_point(|p| p.first_row <= first);
+        for part in self.parts[before - 1..].iter().take_while(|p| p.first_row < first + rows) {
+            if let Weights::File(file) | Weights::Paged(file, _) = &part.weights {
+                let start = first.max(part.first_row) - part.first_row;
+                let end = (first + rows - part.first_row).min(part.weights.rows());
+                file.want(start, end - start);
+            }
         }
     }
 

@@ -13,7 +13,7 @@ use std::ops::Range;
 use lapidary_ops::PAGE_TOKENS;
 
 use crate::level::Isa;
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use crate::level::Level;
 use crate::linear::f32::Weight;
 
@@ -29,6 +29,9 @@ pub(crate) fn weigh<W: Weight>(isa: Isa, acc: &mut [f32], d: usize, p: &[f32], v
         #[cfg(target_arch = "x86_64")]
         // SAFETY: as above.
         Level::Avx2 | Level::AvxVnni => unsafe { avx2::heads(acc, d, p, v, keys) },
+        #[cfg(target_arch = "aarch64")]
+        // SAFETY: as above.
+        Level::Neon | Level::NeonDot | Level::NeonI8mm => unsafe { neon::heads(acc, d, p, v, keys) },
         _ => plain(acc, d, p, v, keys),
     }
 }
@@ -43,14 +46,14 @@ fn plain<W: Weight>(acc: &mut [f32], d: usize, p: &[f32], v: &[W], keys: Range<u
     }
 }
 
-/// The same blocking at both levels: four heads by `$vectors` vectors of `$lanes`, then smaller ones.
-#[cfg(target_arch = "x86_64")]
+/// The same blocking at every level: four heads by `$vectors` vectors of `$lanes`, then smaller ones.
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 macro_rules! level {
-    ($name:ident, $features:literal, $v:ty, $lanes:literal, $vectors:literal,
+    ($arch:ident, $name:ident, $features:literal, $v:ty, $lanes:literal, $vectors:literal,
      $load:ident, $weights:ident, $store:ident, $set:ident, $fma:ident) => {
         mod $name {
             use super::*;
-            use std::arch::x86_64::*;
+            use std::arch::$arch::*;
 
             /// # Safety
             /// The level's features, and the lengths that `weigh` asserts.
@@ -176,6 +179,7 @@ macro_rules! level {
 
 #[cfg(target_arch = "x86_64")]
 level!(
+    x86_64,
     avx512,
     "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq",
     __m512,
@@ -189,6 +193,7 @@ level!(
 );
 #[cfg(target_arch = "x86_64")]
 level!(
+    x86_64,
     avx2,
     "avx2,fma,f16c",
     __m256,
@@ -200,6 +205,20 @@ level!(
     _mm256_set1_ps,
     _mm256_fmadd_ps
 );
+
+/// `a * b + c`.
+#[cfg(target_arch = "aarch64")]
+#[inline(always)]
+unsafe fn fused(
+    a: std::arch::aarch64::float32x4_t,
+    b: std::arch::aarch64::float32x4_t,
+    c: std::arch::aarch64::float32x4_t,
+) -> std::arch::aarch64::float32x4_t {
+    // SAFETY: every aarch64 has NEON.
+    unsafe { std::arch::aarch64::vfmaq_f32(c, a, b) }
+}
+#[cfg(target_arch = "aarch64")]
+level!(aarch64, neon, "neon", float32x4_t, 4, 4, vld1q_f32, load4, vst1q_f32, vdupq_n_f32, fused);
 
 #[cfg(test)]
 mod tests {

@@ -290,6 +290,145 @@ fn grouping_rows_by_expert_changes_no_bit_and_little_value() {
     }
 }
 
+/// A file in memory that notes what was asked for.
+#[derive(Default)]
+struct Wanted {
+    bytes: Vec<u8>,
+    ranges: std::sync::Mutex<Vec<std::ops::Range<usize>>>,
+}
+
+impl AsRef<[u8]> for Wanted {
+    fn as_ref(&self) -> &[u8] {
+        &self.bytes
+    }
+}
+
+impl FileBytes for Wanted {
+    fn want(&self, bytes: &[u8]) {
+        let start = bytes.as_ptr() as usize - self.bytes.as_ptr() as usize;
+        if !bytes.is_empty() {
+            self.ranges.lock().expect("no panic holds it").push(start..start + bytes.len());
+        }
+    }
+}
+
+/// The view over bytes of a file: its codes, then the scales beside them.
+fn in_file<'a>(view: TensorView<'a>, file: &'a [u8], runs: &[std::ops::Range<usize>; 2]) -> TensorView<'a> {
+    let scales = match view.scales {
+        Scales::Nvfp4 { tensor, .. } => Scales::Nvfp4 { blocks: &file[runs[1].clone()], tensor },
+        Scales::Group32Bf16(_) => Scales::Group32Bf16(&file[runs[1].clone()]),
+        other => other,
+    };
+    TensorView { bytes: &file[runs[0].clone()], scales, ..view }
+}
+
+/// Experts that stay in the file have the bits of packed ones; the others' bytes are neither asked for nor read.
+#[test]
+fn experts_in_the_file_have_the_bits_of_packed_ones_and_only_the_chosen_are_read() {
+    let (experts, k) = (11, 3);
+    for (hidden, width, format, down_format) in [
+        (96, 160, Format::Q4_0, Format::Q8_0),
+        (256, 96, Format::Q4K, Format::Nvfp4),
+        (64, 96, Format::GgufNvfp4, Format::Int4G32),
+        (96, 72, Format::Q8_0, Format::F32),
+    ] {
+        for level in levels() {
+            let gate_up = weights(format, experts * 2 * width, hidden, 71);
+            let down = weights(down_format, experts * hidden, width, 72);
+            let router = values(experts * hidden, 73);
+            let soft = values(5 * hidden, 74);
+            let run = |file: Option<FileMap>, gu: &TensorView<'_>, dn: &TensorView<'_>, n: usize, threads| {
+                let packed_experts = file.as_ref().map(|_| 0);
+                let mut rig = Rig::new(CpuOptions { packed_experts, ..fast(threads, level) });
+                rig.cpu.hold(file.as_slice());
+                let router = rig.matrix(experts, hidden, &router);
+                let before = rig.cpu.memory();
+                // Gates and ups are parts of their own, as where a file has them in tensors of their own.
+                let halves: Vec<_> = (0..2 * experts).map(|h| gu.slice_rows(h * width, width)).collect();
+                let spec = ExpertSpec {
+                    experts,
+                    top_k: k,
+                    width,
+                    gate_up: rig.cpu.pack(&halves, 2 * width).expect("a valid matrix"),
+                    down: rig.cpu.pack(std::slice::from_ref(dn), hidden).expect("a valid matrix"),
+                    activation: Activation::GeluTanh,
+                };
+                if file.is_some() {
+                    assert_eq!(rig.cpu.memory().weights, before.weights, "nothing is held twice");
+                    let beside = |v: &TensorView<'_>| match v.scales {
+                        Scales::Nvfp4 { blocks, .. } => blocks.len(),
+                        Scales::Group32Bf16(bytes) => bytes.len(),
+                        _ => 0,
+                    };
+                    let mapped = gu.bytes.len() + dn.bytes.len() + beside(gu) + beside(dn);
+                    assert_eq!(rig.cpu.memory().mapped - before.mapped, mapped);
+                }
+                let scale = rig.gain(&vec![1.0; experts]);
+                let (x, input) = (rig.act(hidden), rig.input(hidden));
+                let (logits, routes, out) = (rig.act(experts), rig.act(2 * k), rig.act(hidden));
+                rig.rows(n, &soft[..n * hidden]);
+                rig.run(&|ops| {
+                    ops.inject_soft(x);
+                    ops.cast(input, x);
+                    ops.linear(logits, x, router);
+                    ops.route(routes, logits, &RouteSpec { experts, top_k: k, per_expert_scale: scale });
+                    ops.experts(out, input, routes, &spec);
+                });
+                (rig.read(out, n), rig.read(routes, n))
+            };
+            for (n, threads) in [(1, 2), (5, 3)] {
+                let (packed, routes) = run(None, &gate_up.view("gate_up"), &down.view("down"), n, threads);
+                let chosen = |expert: usize| {
+                    routes.chunks_exact(2 * k).any(|r| r[..k].iter().any(|&id| id as usize == expert))
+                };
+                // One file of the four runs of bytes, what nobody chose overwritten with what is no number.
+                let mut file = Wanted::default();
+                let mut wanted = Vec::new();
+                let runs = [gate_up.view("gate_up"), down.view("down")].map(|view| {
+                    let scales = match view.scales {
+                        Scales::Nvfp4 { blocks, .. } => blocks.to_vec(),
+                        Scales::Group32Bf16(bytes) => bytes.to_vec(),
+                        _ => Vec::new(),
+                    };
+                    [view.bytes.to_vec(), scales].map(|mut bytes| {
+                        let each = bytes.len() / experts;
+                        let start = file.bytes.len();
+                        for e in 0..experts {
+                            let own = e * each..(e + 1) * each;
+                            if !chosen(e) {
+                                bytes[own].fill(0xFF);
+                            } else if each > 0 {
+                                wanted.push(start + own.start..start + own.end);
+                            }
+                        }
+                        file.bytes.extend_from_slice(&bytes);
+                        start..start + bytes.len()
+                    })
+                });
+                let file = std::sync::Arc::new(file);
+                let gu = in_file(gate_up.view("gate_up"), &file.bytes, &runs[0]);
+                let dn = in_file(down.view("down"), &file.bytes, &runs[1]);
+                let (paged, _) = run(Some(file.clone()), &gu, &dn, n, threads);
+                assert_bits(&format!("{level} {format} {n} rows"), &paged, &packed);
+                let mut asked = file.ranges.lock().expect("no panic holds it").clone();
+                // What is asked for in pieces that touch is one range.
+                let joined = |ranges: &mut Vec<std::ops::Range<usize>>| {
+                    ranges.sort_by_key(|r| r.start);
+                    ranges.dedup_by(|b, a| {
+                        a.end == b.start && {
+                            a.end = b.end;
+                            true
+                        }
+                    });
+                };
+                joined(&mut asked);
+                joined(&mut wanted);
+                assert_eq!(asked, wanted, "{level} {format} {n} rows");
+            }
+        }
+    }
+}
+
 #[test]
 fn a_row_that_is_not_finite_stays_alone_and_shows() {
     for level in levels() {

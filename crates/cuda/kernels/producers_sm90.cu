@@ -6,6 +6,8 @@
 #include <cooperative_groups.h>
 
 #include "common/page.cuh"
+#include "common/residual.cuh"
+#include "common/router.cuh"
 namespace cg = cooperative_groups;
 
 // ---- residual ----
@@ -15,17 +17,6 @@ namespace cg = cooperative_groups;
 //   v = (x + rms(y; post)) * scalar, stored as the residual
 //   outs[i] = rms(v; gain_i) in bf16 or float32, or v itself in bf16
 // Mirrored by ResidualArgs in src/kernels/producers.rs.
-struct Branch {
-  const float* p;        // [plane][rows][ld]
-  const float* gain;
-  uint64_t plane_stride;
-  int planes, ld;        // 0 planes: absent
-};
-struct NormOut {
-  void* p;
-  const float* gain;     // null: no norm
-  int ld, bf16_out;
-};
 struct ResidualArgs {
   float* x;
   Branch y, z;
@@ -35,9 +26,6 @@ struct ResidualArgs {
   float eps, scalar;
 };
 
-__device__ __forceinline__ float4 add4(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
-__device__ __forceinline__ float dot4(float4 a) { return a.x * a.x + a.y * a.y + a.z * a.z + a.w * a.w; }
-__device__ __forceinline__ float4 scale4(float4 a, float s, float4 g) { return make_float4(a.x * s * g.x, a.y * s * g.y, a.z * s * g.z, a.w * s * g.w); }
 // One cluster of 8 blocks a row: a single multiprocessor reads 150 KB of planes and gains at 64 bytes a clock, 1.3 us by itself (31B with two
 // branches took 5.7 us so). A thread has four values.
 constexpr int CLUSTER = 8;
@@ -197,155 +185,9 @@ FINISH(finish_256_fp8, 256, true)
 FINISH(finish_512_fp8, 512, true)
 
 // ---- router ----
-// logits[r][e] = W_e x_r in float32; p = softmax; the top_k largest (ties: the lower id) in descending order, their weights divided by their sum,
-// times the expert's scale; and the list of distinct experts, ids ascending, that the expert kernels read. One cluster of 8 blocks, a
-// sixteen experts each, whose weights are copied to shared memory before the kernel before has ended; logits meet in the first block's shared memory.
-// Mirrored by RouterArgs in src/kernels/producers.rs.
-struct RouterArgs {
-  const void* w;               // [experts][width]
-  const float* x;              // [rows][ld_x]
-  const float* expert_scale;
-  float* logits;               // [rows][experts]
-  float* routes;               // [rows][2 top_k]
-  int* groups;                 // count, ids
-  float* group_weight;         // [group][16]
-  int w_bf16, width, ld_x, rows, experts, top_k;
-};
-constexpr int MAX_EXPERTS = 128, MAX_ROWS = 16, PER_BLOCK = 16;
-// RG rows at a time: the 16 experts' products of this thread's inputs, then over the warp; lane 0 leaves them for the block's sum.
-template <int RG> __device__ __forceinline__ void router_rows(const RouterArgs& a, const uint8_t* w, float* red, int r0) {
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  float acc[PER_BLOCK][RG] = {};
-  constexpr int AHEAD = 3;  // x of 3,072 inputs on its way at once
-  float4 xs[AHEAD][RG];
-  for (int k0 = 4 * threadIdx.x; k0 < a.width; k0 += 1024 * AHEAD) {
-#pragma unroll
-    for (int j = 0; j < AHEAD; j++)
-#pragma unroll
-      for (int r = 0; r < RG; r++) xs[j][r] = r0 + r < a.rows && k0 + 1024 * j < a.width ? *(const float4*)(a.x + (size_t)(r0 + r) * a.ld_x + k0 + 1024 * j) : make_float4(0, 0, 0, 0);
-#pragma unroll
-   for (int j = 0; j < AHEAD; j++) {
-    const int k = k0 + 1024 * j;
-    if (k >= a.width) break;
-    const float4(&x)[RG] = xs[j];
-#pragma unroll
-    for (int e = 0; e < PER_BLOCK; e++) {
-      float4 v;
-      if (a.w_bf16) {
-        const uint2 u = *(const uint2*)((const bf16*)w + e * a.width + k);
-        v = make_float4(__uint_as_float(u.x << 16), __uint_as_float(u.x & 0xffff0000u), __uint_as_float(u.y << 16), __uint_as_float(u.y & 0xffff0000u));
-      } else v = *(const float4*)((const float*)w + e * a.width + k);
-#pragma unroll
-      for (int r = 0; r < RG; r++) acc[e][r] += v.x * x[r].x + v.y * x[r].y + v.z * x[r].z + v.w * x[r].w;
-    }
-   }
-  }
-#pragma unroll
-  for (int e = 0; e < PER_BLOCK; e++)
-#pragma unroll
-    for (int r = 0; r < RG; r++) {
-      const float s = warp_sum(acc[e][r]);
-      if (lane == 0) red[(warp * PER_BLOCK + e) * 4 + r] = s;
-    }
-}
-extern "C" __global__ void __launch_bounds__(256) __cluster_dims__(8, 1, 1) router(const __grid_constant__ RouterArgs a) {
-  __shared__ float logits[MAX_ROWS][MAX_EXPERTS];
-  __shared__ __align__(16) float weight[MAX_EXPERTS][MAX_ROWS];
-  __shared__ float red[2][8 * PER_BLOCK * 4];
-  __shared__ uint64_t full;
-  __shared__ int chosen[MAX_EXPERTS], counts[4];
-  extern __shared__ __align__(128) uint8_t w[];  // this block's experts
-  cg::cluster_group cl = cg::this_cluster();
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, rank = cl.block_rank();
-  const int e0 = rank * PER_BLOCK, mine = max(0, min(PER_BLOCK, a.experts - e0)), row_bytes = a.width * (a.w_bf16 ? 2 : 4);
-  if (threadIdx.x == 0) {
-    mbar_init(&full, 1);
-    fence_barrier_init();
-    fence_proxy_async();
-    if (mine) mbar_expect(&full, mine * row_bytes);
-    for (int e = 0; e < mine; e++) bulk_load(w + e * row_bytes, (const uint8_t*)a.w + (size_t)(e0 + e) * row_bytes, row_bytes, &full);
-  }
-  for (int i = threadIdx.x; i < MAX_EXPERTS * MAX_ROWS; i += 256) (&weight[0][0])[i] = 0;
-  if (threadIdx.x < MAX_EXPERTS) chosen[threadIdx.x] = 0;
-  pdl_launch();
-  cl.sync();  // every block of the cluster runs, and the barrier is there
-  pdl_wait();
-  if (mine) {
-    mbar_wait(&full, 0);
-    float* there = cl.map_shared_rank(&logits[0][0], 0);
-    int turn = 0;
-    for (int r0 = 0; r0 < a.rows; r0 += a.rows == 1 ? 1 : 4, turn ^= 1) {
-      if (a.rows == 1) router_rows<1>(a, w, red[0], 0);
-      else router_rows<4>(a, w, red[turn], r0);
-      __syncthreads();
-      const int e = threadIdx.x >> 2, r = threadIdx.x & 3;
-      if (e < mine && r0 + r < a.rows && (a.rows > 1 || r == 0)) {
-        float s = 0;
-#pragma unroll
-        for (int i = 0; i < 8; i++) s += red[turn][(i * PER_BLOCK + e) * 4 + r];
-        there[(r0 + r) * MAX_EXPERTS + e0 + e] = s;
-        a.logits[(size_t)(r0 + r) * a.experts + e0 + e] = s;
-      }
-    }
-  }
-  cl.sync();
-  if (rank != 0) return;
-  for (int r = warp; r < a.rows; r += 8) {
-    float p[4], most = -INFINITY, sum = 0;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const int e = i * 32 + lane;
-      p[i] = e < a.experts ? logits[r][e] : -INFINITY;
-      most = fmaxf(most, p[i]);
-    }
-    for (int o = 16; o; o >>= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, o));
-#pragma unroll
-    for (int i = 0; i < 4; i++) { p[i] = expf(p[i] - most); sum += p[i]; }
-    sum = warp_sum(sum);
-#pragma unroll
-    for (int i = 0; i < 4; i++) p[i] /= sum;
-    // The largest, of equals the lowest id. A key orders as the numbers do; what is not a number counts as least but can be chosen, so ids are
-    // valid whatever comes in.
-    unsigned key[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++) key[i] = i * 32 + lane >= a.experts ? 0 : p[i] >= 0.f ? __float_as_uint(p[i]) + 2 : 1;
-    float total = 0, mine = 0;
-    int my_id = 0;
-    for (int k = 0; k < a.top_k; k++) {
-      const unsigned best = __reduce_max_sync(~0u, max(max(key[0], key[1]), max(key[2], key[3])));
-      const unsigned own = key[0] == best ? lane : key[1] == best ? 32 + lane : key[2] == best ? 64 + lane : key[3] == best ? 96 + lane : MAX_EXPERTS;
-      const int id = __reduce_min_sync(~0u, own);
-#pragma unroll
-      for (int i = 0; i < 4; i++) if (i * 32 + lane == id) key[i] = 0;  // taken
-      const float p_best = best == 1 ? NAN : __uint_as_float(best - 2);
-      total += p_best;
-      if (lane == k) { mine = p_best; my_id = id; }
-    }
-    if (lane < a.top_k) {
-      const float w = mine / total * a.expert_scale[my_id];
-      a.routes[(size_t)r * 2 * a.top_k + lane] = (float)my_id;
-      a.routes[(size_t)r * 2 * a.top_k + a.top_k + lane] = w;
-      weight[my_id][r] = w;
-      chosen[my_id] = 1;  // the same from every row
-    }
-  }
-  __syncthreads();
-  if (warp < 4) {
-    const unsigned votes = __ballot_sync(~0u, chosen[threadIdx.x]);
-    if (lane == 0) counts[warp] = __popc(votes);
-  }
-  __syncthreads();
-  if (warp < 4) {
-    const unsigned votes = __ballot_sync(~0u, chosen[threadIdx.x]);
-    int at = __popc(votes & ((1u << lane) - 1));
-    for (int w = 0; w < warp; w++) at += counts[w];
-    if (chosen[threadIdx.x]) {
-      a.groups[1 + at] = threadIdx.x;
-#pragma unroll
-      for (int r = 0; r < MAX_ROWS; r += 4) *(float4*)(a.group_weight + at * MAX_ROWS + r) = *(const float4*)&weight[threadIdx.x][r];
-    }
-    if (threadIdx.x == 0) a.groups[0] = counts[0] + counts[1] + counts[2] + counts[3];
-  }
+extern "C" __global__ void __launch_bounds__(256) router(const __grid_constant__ RouterArgs a) {
+  extern __shared__ __align__(128) uint8_t sm[];
+  router_body(a, blockIdx.x, gridDim.x, sm);
 }
 
 // ---- arg max ----
@@ -357,7 +199,9 @@ struct ArgmaxArgs {
   float* best;           // [rows][blocks]
   int* best_id;          // [rows][blocks], -1 for a part that is not finite
   unsigned* counters;    // [rows], zero between launches
-  int ld, vocab;
+  int* told;             // pinned host memory, [turn][told_rows]: the same for the host; or null
+  const int* turn;
+  int ld, vocab, told_rows;
 };
 extern "C" __global__ void __launch_bounds__(256) argmax(const __grid_constant__ ArgmaxArgs a) {
   __shared__ float values[8];
@@ -408,5 +252,8 @@ extern "C" __global__ void __launch_bounds__(256) argmax(const __grid_constant__
   }
   bad = __syncthreads_or(bad);
   reduce();
-  if (threadIdx.x == 0) a.out[r] = bad ? -1 : id;
+  if (threadIdx.x == 0) {
+    a.out[r] = bad ? -1 : id;
+    if (a.told) a.told[*a.turn * a.told_rows + r] = bad ? -1 : id;
+  }
 }

@@ -1,6 +1,8 @@
 // Skinny GEMM over bf16. The kernel is in common/skinny.cuh, the layout in common/forms.cuh;
-// chunks and stages here are those of src/kernels/skinny_gemm.rs.
+// chunks and stages here are those of src/kernels/skinny_shape.rs.
 #include "common/skinny.cuh"
 
 SKINNY_FORM(bf16, Bf16, 1, 5)
 SKINNY_TWO_STRIPS(bf16, Bf16, 1, 2)
+// 17 to 32 rows.
+SKINNY(skinny_bf16_n4_g1, Bf16, 1, 5, 1, 4, false, DENSE)

@@ -1,6 +1,9 @@
-// Skinny GEMM over NVFP4. The kernel is in common/skinny.cuh, the layout in common/forms.cuh;
-// chunks and stages here are those of src/kernels/skinny_gemm.rs.
-#include "common/skinny.cuh"
+// Skinny GEMM over NVFP4. The kernels are in common/skinny.cuh and common/row.cuh, the layout in common/forms.cuh;
+// chunks and stages here are those of src/kernels/skinny_shape.rs.
+#include "common/row.cuh"
 
 SKINNY_FORM(nvfp4, Nvfp4, 4, 4)
 SKINNY_TWO_STRIPS(nvfp4, Nvfp4, 2, 4)
+ROW_FORM(nvfp4, Nvfp4, 4, 4, 4, 2)
+// 17 to 32 rows.
+SKINNY(skinny_nvfp4_n4_g1, Nvfp4, 4, 4, 1, 4, false, DENSE)

@@ -14,13 +14,15 @@ use crate::driver::{
     Arena, Context, DevPtr, Event, Graph, Kernels, Pinned, Staging, Stream, built_architectures,
 };
 use crate::fast::{self, Tiles};
+use crate::flight::{Flight, Pending};
 use crate::graphs::{Graphs, Left, Plan};
 use crate::hooks::Hooks;
 use crate::kernels::heads::{self, Cell};
+use crate::kernels::step::Follow;
 use crate::kv::KvPools;
 use crate::launch::Queue;
 use crate::matrix::{Matrix, Store, Tied};
-use crate::ops::{CudaOps, Mode, check_ids};
+use crate::ops::{CudaOps, Mode};
 use crate::upload::Upload;
 use crate::workspace::Workspace;
 
@@ -80,22 +82,11 @@ pub struct CudaBackend {
     uploaded: bool,
     /// Counts what was allocated since the start; a recording from before the last of it is stale.
     moves: usize,
-    /// Where the chosen tokens arrive.
-    chosen: Option<Pinned>,
     /// Where rows that are lent arrive.
     lent: Option<Pinned>,
-    /// What the last run leaves beside them, once it is done.
-    pending: Option<Pending>,
-    context: Arc<Context>,
-}
-
-/// A run that was queued and not yet collected.
-#[derive(Debug)]
-pub(crate) struct Pending {
-    /// What the pass leaves besides values; where it was recorded, its marks are the recording's.
-    pub left: Left,
-    /// The shape, where the pass is a repeated recording.
-    pub repeated: Option<BatchShape>,
+    /// Runs that were queued and not collected.
+    pub(crate) flight: Flight,
+    pub(crate) context: Arc<Context>,
 }
 
 impl CudaBackend {
@@ -132,9 +123,8 @@ impl CudaBackend {
             activations: Arena::new(&context, "activations", ARENA_BLOCK),
             uploaded: false,
             moves: 0,
-            chosen: None,
             lent: None,
-            pending: None,
+            flight: Flight::default(),
             context,
         })
     }
@@ -179,7 +169,7 @@ impl CudaBackend {
 
     /// How often anything that recordings point to has moved.
     fn moved(&self) -> usize {
-        self.moves + self.upload.moves + self.workspace.moves + self.hooks.moves
+        self.moves + self.upload.moves + self.workspace.moves + self.hooks.moves + self.flight.moves
     }
 
     /// Recorded passes that are kept.
@@ -230,19 +220,29 @@ impl CudaBackend {
     fn repeat(&mut self, shape: &BatchShape) -> Result<Pending> {
         let gone = || Error::Device("a recorded pass is gone".into());
         let recorded = self.graphs.get(shape).ok_or_else(gone)?;
-        let batch = &self.upload.batch;
-        for (ids, below) in [&batch.tokens, &batch.per_layer_tokens].into_iter().zip(recorded.left.below) {
-            check_ids(ids, below.unwrap_or(i32::MAX))?;
+        for (column, below) in recorded.left.below.into_iter().enumerate() {
+            self.upload.check_ids(column, below.unwrap_or(i32::MAX))?;
         }
         // SAFETY: nothing that the recording points to has moved since, and the backend waits before it frees any.
         unsafe { recorded.graph.launch(&self.stream)? };
-        let left = Left {
-            tokens: recorded.left.tokens,
-            weight_bytes: recorded.left.weight_bytes,
-            taps: recorded.left.taps.clone(),
-            ..Left::default()
-        };
+        let Left { tokens, told, below, weight_bytes, ref taps, .. } = recorded.left;
+        let left = Left { tokens, told, below, weight_bytes, taps: taps.clone(), ..Left::default() };
         Ok(Pending { left, repeated: Some(shape.clone()) })
+    }
+
+    /// What rows of `batch` take that follow the pass before.
+    fn follow(&self, batch: &Batch) -> Result<Follow> {
+        let (count, below) = self.flight.chosen();
+        batch.check_follows(count)?;
+        // Copies and projections have one place each.
+        let hooked = !batch.taps.points.is_empty() || batch.steer.iter().any(|&set| set >= 0);
+        match self.flight.has_room() && Backend::follows(self) && !hooked {
+            true => Ok(Follow { chosen: self.workspace.tokens(), below }),
+            false => Err(Error::Device(
+                "a pass behind two others, or behind one while phases are timed, rows tapped or steered"
+                    .into(),
+            )),
+        }
     }
 
     /// A float32 activation of at least `rows` rows.
@@ -376,6 +376,11 @@ impl Backend for CudaBackend {
         Ok(())
     }
 
+    fn follows(&self) -> bool {
+        // Marks of a recorded pass are read before it runs again.
+        !self.timings
+    }
+
     fn upload(&mut self, batch: &Batch) -> Result<()> {
         self.uploaded = false;
         for (what, rows, limit) in [
@@ -386,8 +391,16 @@ impl Backend for CudaBackend {
                 return Err(Error::TooManyRows { what, rows, limit });
             }
         }
-        self.settle()?;
-        self.upload.take(&self.context, &self.stream, batch, &self.kv.plan)?;
+        let follow = match batch.follows.is_empty() {
+            true => {
+                self.settle()?;
+                None
+            }
+            false => Some(self.follow(batch)?),
+        };
+        let queue = Queue { stream: &self.stream, kernels: &self.kernels };
+        let turn = (self.flight.turn(), follow);
+        self.upload.take(&self.context, queue, batch, &self.kv.plan, turn)?;
         self.hooks.prepare(&self.context, batch)?;
         self.uploaded = true;
         Ok(())
@@ -399,7 +412,9 @@ impl Backend for CudaBackend {
             return Err(Error::Device("the pass to run is not of the shape of the uploaded batch".into()));
         }
         self.context.bind()?;
-        self.pending = None;
+        if self.upload.batch.follows.is_empty() {
+            self.flight.clear();
+        }
         let plan = if self.options.eager {
             Plan::Run
         } else {
@@ -415,29 +430,18 @@ impl Backend for CudaBackend {
             Err(e) => {
                 // What was queued before the failure still uses the buffers.
                 let _ = self.settle();
+                self.flight.lost();
                 return Err(e);
             }
         };
-        let bytes = pending.left.tokens * 4;
-        if self.chosen.as_ref().is_none_or(|p| p.bytes().len() < bytes) {
-            self.chosen = Some(Pinned::new(&self.context, bytes.next_power_of_two().max(1024))?);
-        }
-        let chosen = self.chosen.as_mut().expect("made above");
-        // SAFETY: the workspace has room for the tokens of this pass, and the pinned memory is left alone until
-        // `collect` has waited.
-        unsafe { self.stream.download(&mut chosen.bytes_mut()[..bytes], self.workspace.tokens())? };
-        self.pending = Some(pending);
-        Ok(())
+        // One upload is for one run.
+        self.uploaded = self.upload.batch.follows.is_empty();
+        self.flight.begun(&self.context, &self.stream, pending, self.workspace.tokens())
     }
 
     fn collect(&mut self) -> Result<Outcome> {
-        let pending = self.pending.take();
-        let pending = pending.ok_or_else(|| Error::Device("there is no finished pass to collect".into()))?;
-        self.settle()?;
-        let bytes = self.chosen.as_ref().map_or(&[][..], Pinned::bytes);
-        let argmax =
-            bytes.as_chunks::<4>().0.iter().take(pending.left.tokens).map(|&b| i32::from_le_bytes(b));
-        let argmax = argmax.collect();
+        self.context.bind()?;
+        let (pending, argmax) = self.flight.land()?;
         let recorded = pending.repeated.as_ref().and_then(|shape| self.graphs.get(shape));
         let timing = match self.timings {
             true => Some(pass_timing(&recorded.map_or(&pending.left, |r| &r.left).marks)?),

@@ -13,6 +13,11 @@ pub fn packed_bytes(format: Format, rows: usize, cols: usize) -> usize {
     PackedShape::of(&view).bytes() + scales
 }
 
+/// Bytes of the float32 copy that is kept of a matrix of few rows, since a router's product is in float32.
+pub fn float_copy_bytes(rows: usize, cols: usize) -> usize {
+    if rows <= crate::fast::ROUTER_ROWS { rows * cols * 4 } else { 0 }
+}
+
 /// What the driver and this backend take beside all that is planned by shape: code of the kernels (some 60 MiB once all are
 /// loaded), 64 recorded passes of some 700 nodes (a kilobyte or two each), the batch, and a block of each arena that is
 /// begun and not filled.

@@ -32,6 +32,8 @@ pub(crate) struct Recorded {
 pub(crate) struct Left {
     /// Chosen tokens.
     pub tokens: usize,
+    /// Whether the pass itself tells the host which.
+    pub told: bool,
     /// Rows of the table that tokens index, and of the per-layer table: ids must be below.
     pub below: [Option<i32>; 2],
     /// Bytes of weights read.

@@ -44,6 +44,8 @@ mod error;
 #[cfg(feature = "cuda")]
 mod fast;
 #[cfg(feature = "cuda")]
+mod flight;
+#[cfg(feature = "cuda")]
 pub mod footprint;
 #[cfg(feature = "cuda")]
 mod graphs;

@@ -6,9 +6,10 @@ use lapidary_ops::{
 };
 
 use crate::args::{MatrixArgs, Pool, Rows};
-use crate::backend::{CudaBackend, Pending};
+use crate::backend::CudaBackend;
 use crate::driver::{DevPtr, Event};
 use crate::fast::Planes;
+use crate::flight::Pending;
 use crate::graphs::Left;
 use crate::hooks::TapPlace;
 use crate::kernels::attention::{self, AttentionArgs};
@@ -142,8 +143,7 @@ impl<'a> CudaOps<'a> {
     /// Checks ids against the table that they index, and notes that those of later batches must be too.
     fn ids_below(&mut self, column: usize, table: Mat) -> Result<()> {
         let rows = self.on.mats[table.0 as usize].rows as i32;
-        let batch = &self.on.upload.batch;
-        check_ids([&batch.tokens, &batch.per_layer_tokens][column], rows)?;
+        self.on.upload.check_ids(column, rows)?;
         let below = &mut self.left.below[column];
         *below = Some(below.map_or(rows, |b| b.min(rows)));
         Ok(())
@@ -214,17 +214,6 @@ impl<'a> CudaOps<'a> {
             route::combine(queue, o, parts, r, top_k, rows_)?;
         }
         Ok(())
-    }
-}
-
-/// Whether every id is a row of a table of `rows`: kernels follow them.
-pub(crate) fn check_ids(ids: &[i32], rows: i32) -> Result<()> {
-    match ids.iter().position(|&id| id < 0 || id >= rows) {
-        None => Ok(()),
-        Some(row) => {
-            let (token, vocab) = (ids[row], rows as usize);
-            Err(Error::Batch(lapidary_ops::BatchError::Token { row, token, vocab }))
-        }
     }
 }
 

@@ -1,4 +1,5 @@
-//! The batch on the device: one pinned block, one copy, every column at a place that does not change.
+//! The batch on the device: one pinned block, one copy, every column at a place that does not change. There are two
+//! pinned blocks in turn, since the batch of one pass is written while the pass before may not have begun.
 
 use std::sync::Arc;
 
@@ -6,6 +7,8 @@ use lapidary_ops::{Batch, Error, GROUPS, Group, KvPlan, PAGE_TOKENS, Result};
 
 use crate::args::Columns;
 use crate::driver::{Block, Context, DevPtr, Pinned, Stream};
+use crate::kernels::step::{self, Begin, COLUMNS, Follow};
+use crate::launch::Queue;
 
 /// How many entries the columns have.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -15,13 +18,19 @@ struct Capacity {
     pages: [usize; GROUPS],
 }
 
-/// Columns with an entry for each row: tokens, per-layer tokens, positions, soft, by group visible, table, cell, and
-/// steering.
-const ROW_COLUMNS: usize = 5 + 3 * GROUPS;
+/// Columns with an entry for each row: tokens, per-layer tokens, positions, soft, by group visible, table, cell, then
+/// steering and whom the row follows.
+const ROW_COLUMNS: usize = 6 + 3 * GROUPS;
+
+/// Which column says whom a row follows.
+const FOLLOWS: usize = ROW_COLUMNS - 1;
+
+/// Most rows of a batch that a kernel fetches: longer columns are faster by the copy engine.
+const MOST_FETCHED: usize = 64;
 
 impl Capacity {
     fn ints(&self) -> usize {
-        self.rows * ROW_COLUMNS + self.heads + self.pages.iter().sum::<usize>()
+        self.rows * ROW_COLUMNS + self.heads + self.pages.iter().sum::<usize>() + 1
     }
 
     fn holds(&self, needed: &Capacity) -> bool {
@@ -37,36 +46,48 @@ pub(crate) struct Upload {
     pub batch: Batch,
     /// Where its columns are on the device.
     pub columns: Columns,
+    /// Ids of rows that follow the pass before are below this.
+    below: i32,
+    /// Where the device finds which of the two turns the batch is.
+    pub turn_at: DevPtr,
     /// Counts the times that columns have moved; what was recorded before the last of them is stale.
     pub moves: usize,
     capacity: Capacity,
-    memory: Option<(Pinned, Block)>,
+    memory: Option<([Pinned; 2], Block)>,
     soft: Option<(Pinned, Block)>,
     soft_bytes: usize,
     cells: Vec<(usize, usize)>,
 }
 
 impl Upload {
-    /// Queues the copy of `batch`; nothing that reads the one before may still be queued.
+    /// Queues the copy of `batch`, whose rows take from `follow` what they follow. Passes over batches before may still
+    /// be queued, but none over the last of the same `turn`.
     ///
     /// # Errors
     /// `Batch` for indices that lead outside the pools, `Device` where two rows would write one cell.
     pub fn take(
         &mut self,
         context: &Arc<Context>,
-        stream: &Stream,
+        queue: Queue<'_>,
         batch: &Batch,
         plan: &KvPlan,
+        (turn, follow): (usize, Option<Follow>),
     ) -> Result<()> {
+        let stream = queue.stream;
         // The vocabulary is the caller's to check, who knows the tables; pages are checked where they are followed.
         let width = batch.soft_values.len() / batch.soft_rows.len().max(1);
         batch.check(plan, width, i32::MAX as usize, i32::MAX as usize)?;
         let mut ints = RowInts::new(batch, plan, &mut self.cells)?;
-        self.grow(context, batch)?;
-        let (pinned, device) = self.memory.as_mut().expect("grown above");
+        self.grow(context, stream, batch)?;
+        let (both, device) = self.memory.as_mut().expect("grown above");
+        let pinned = &mut both[turn];
         let words = pinned.bytes_mut().as_chunks_mut::<4>().0;
-        let mut used = 0;
-        for (place, column) in layout(&self.capacity).into_iter().zip(ints.columns(batch)) {
+        let (mut used, mut columns) = (0, [(0, 0); COLUMNS]);
+        let turn = [turn as i32];
+        for (i, (place, column)) in
+            layout(&self.capacity).into_iter().zip(ints.columns(batch, &turn)).enumerate()
+        {
+            columns[i] = (place, column.len());
             for (word, value) in words[place..].iter_mut().zip(column) {
                 *word = value.to_le_bytes();
             }
@@ -74,16 +95,24 @@ impl Upload {
                 used = used.max(place + column.len());
             }
         }
-        // SAFETY: both blocks have the capacity's size, and nobody writes to the pinned one before the next batch,
-        // for which the caller has waited.
-        unsafe { stream.upload(device.ptr(), &pinned.bytes()[..used * 4])? };
+        if batch.tokens.len() <= MOST_FETCHED {
+            let follow = follow.map(|f| (FOLLOWS, f));
+            let call = Begin { from: pinned.device(), to: device.ptr(), columns, follow };
+            // SAFETY: all blocks have the capacity's size, and nobody writes to the pinned one before the next batch of
+            // its turn, for which the caller has waited; whom rows follow was checked.
+            unsafe { step::begin(queue, &call)? };
+        } else {
+            // SAFETY: as above.
+            unsafe { stream.upload(device.ptr(), &pinned.bytes()[..used * 4])? };
+        }
+        self.below = follow.map_or(0, |f| f.below);
         self.take_soft(context, stream, batch)?;
         self.batch.clone_from(batch);
         Ok(())
     }
 
     /// Makes room, and says where the columns are.
-    fn grow(&mut self, context: &Arc<Context>, batch: &Batch) -> Result<()> {
+    fn grow(&mut self, context: &Arc<Context>, stream: &Stream, batch: &Batch) -> Result<()> {
         let needed = Capacity {
             rows: batch.tokens.len(),
             heads: batch.heads.len(),
@@ -102,7 +131,10 @@ impl Upload {
             pages: std::array::from_fn(|g| room(self.capacity.pages[g], needed.pages[g], 1024)),
         };
         let bytes = capacity.ints() * 4;
-        let memory = (Pinned::new(context, bytes)?, Block::new(context, "the batch", bytes)?);
+        let both = [Pinned::new(context, bytes)?, Pinned::new(context, bytes)?];
+        let memory = (both, Block::new(context, "the batch", bytes)?);
+        // A pass that is still under way reads the columns where they are.
+        stream.wait()?;
         let at: Vec<DevPtr> = layout(&capacity).iter().map(|p| memory.1.ptr().at(p * 4)).collect();
         self.columns = Columns {
             tokens: at[0],
@@ -112,11 +144,12 @@ impl Upload {
             visible_to: [at[4], at[5]],
             table: [at[6], at[7]],
             cell: [at[8], at[9]],
-            steer: at[10],
-            heads: at[11],
-            pages: [at[12], at[13]],
+            steer: at[FOLLOWS - 1],
+            heads: at[FOLLOWS + 1],
+            pages: [at[FOLLOWS + 2], at[FOLLOWS + 3]],
             soft_values: self.columns.soft_values,
         };
+        self.turn_at = at[FOLLOWS + 4];
         self.capacity = capacity;
         self.memory = Some(memory);
         self.moves += 1;
@@ -128,6 +161,7 @@ impl Upload {
         if bytes == 0 {
             return Ok(());
         }
+        stream.wait()?;
         if self.soft.is_none() || self.soft_bytes < bytes {
             let room = bytes.next_power_of_two();
             self.soft = Some((Pinned::new(context, room)?, Block::new(context, "given embeddings", room)?));
@@ -143,18 +177,34 @@ impl Upload {
         unsafe { Ok(stream.upload(device.ptr(), &pinned.bytes()[..bytes])?) }
     }
 
+    /// Whether every id is a row of a table of `rows`, those of rows that follow the pass before too: kernels look them up.
+    /// Column 0 is the tokens, 1 those for the per-layer table.
+    pub fn check_ids(&self, column: usize, rows: i32) -> Result<()> {
+        let ids = [&self.batch.tokens, &self.batch.per_layer_tokens][column];
+        let bad = |row: usize, token: i32| {
+            let vocab = rows as usize;
+            Err(Error::Batch(lapidary_ops::BatchError::Token { row, token, vocab }))
+        };
+        if let Some(row) = ids.iter().position(|&id| id < 0 || id >= rows) {
+            return bad(row, ids[row]);
+        }
+        match self.batch.follows.iter().position(|&f| f >= 0) {
+            Some(row) if self.below > rows => bad(row, self.below - 1),
+            _ => Ok(()),
+        }
+    }
+
     /// Bytes on the device.
     pub fn bytes(&self) -> usize {
-        let len = |m: &Option<(Pinned, Block)>| m.as_ref().map_or(0, |m| m.1.len());
-        len(&self.memory) + len(&self.soft)
+        self.memory.as_ref().map_or(0, |m| m.1.len()) + self.soft.as_ref().map_or(0, |m| m.1.len())
     }
 }
 
 /// Where each column starts, in integers; in the order of [`RowInts::columns`].
-fn layout(capacity: &Capacity) -> [usize; ROW_COLUMNS + 1 + GROUPS] {
-    let lengths =
-        std::iter::repeat_n(capacity.rows, ROW_COLUMNS).chain([capacity.heads]).chain(capacity.pages);
-    let mut places = [0; ROW_COLUMNS + 1 + GROUPS];
+fn layout(capacity: &Capacity) -> [usize; COLUMNS] {
+    let rows = std::iter::repeat_n(capacity.rows, ROW_COLUMNS);
+    let lengths = rows.chain([capacity.heads]).chain(capacity.pages).chain([1]);
+    let mut places = [0; COLUMNS];
     let mut next = 0;
     for (place, length) in places.iter_mut().zip(lengths) {
         *place = next;
@@ -214,7 +264,7 @@ impl RowInts {
         Ok(ints)
     }
 
-    fn columns<'a>(&'a mut self, batch: &'a Batch) -> [&'a [i32]; ROW_COLUMNS + 1 + GROUPS] {
+    fn columns<'a>(&'a mut self, batch: &'a Batch, turn: &'a [i32]) -> [&'a [i32]; COLUMNS] {
         [
             &batch.tokens,
             &batch.per_layer_tokens,
@@ -227,9 +277,11 @@ impl RowInts {
             &self.cell[0],
             &self.cell[1],
             &batch.steer,
+            &batch.follows,
             &batch.heads,
             &batch.pages[0],
             &batch.pages[1],
+            turn,
         ]
     }
 }

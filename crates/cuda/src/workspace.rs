@@ -35,9 +35,13 @@ pub(crate) enum Piece {
     Routes,
     /// By expert: which rows chose it.
     Lists,
+    /// Counters that kernels leave at zero.
+    Counters,
+    /// Inputs of a product in the order in which its kernel reads them.
+    Arranged,
 }
 
-const PIECES: usize = 12;
+const PIECES: usize = 14;
 
 /// All pieces.
 #[derive(Debug)]

@@ -7,11 +7,13 @@ use lapidary_model::Config;
 
 use crate::error::Result;
 use crate::guide::{Allowed, Guide, StopCause, Verdict};
+use crate::look::{Steered, Watch};
 use crate::prompt::{Prompt, check_token};
 use crate::request::{
-    EngineEvent, EngineRequest, EngineUsage, FailureKind, Score, ScoreEvent, ScoreRequest, ScoreSink, Sink,
+    EngineEvent, EngineRequest, EngineUsage, FailureKind, PromptScores, Score, ScoreEvent, ScoreRequest,
+    ScoreSink, Sink,
 };
-use crate::sampling::{Limits, Sampled, Sampler, SamplingError, TokenCounts, TokenMask};
+use crate::sampling::{Limits, Sampled, Sampler, SamplingError, SamplingParams, TokenCounts, TokenMask};
 
 /// A request that has not ended.
 pub(crate) struct Active {
@@ -22,6 +24,12 @@ pub(crate) struct Active {
     pub scores: Vec<Score>,
     guide: Option<Box<dyn Guide>>,
     sampler: Sampler,
+    /// Reports the prompt's tokens.
+    scorer: Option<Sampler>,
+    /// Edits of its rows, and where the device holds them.
+    pub steered: Option<Steered>,
+    pub steer_place: Option<usize>,
+    pub watch: Option<Watch>,
     counts: TokenCounts,
     stop_ids: Vec<u32>,
     min_tokens: usize,
@@ -79,9 +87,17 @@ impl Active {
         submitted: Instant,
     ) -> Result<Active> {
         let EngineRequest { mut sampling, min_tokens, mut stop_ids, guide, sink, .. } = request;
+        let count = |n: usize| Some(u32::try_from(n).unwrap_or(u32::MAX));
         if let Some(n) = request.logprobs {
-            sampling.logprobs = Some(u32::try_from(n).unwrap_or(u32::MAX));
+            sampling.logprobs = count(n);
         }
+        let scorer = match request.prompt_scores {
+            Some(scores) => Some(Sampler::new(
+                SamplingParams { logprobs: count(scores.top), ..SamplingParams::greedy() },
+                config.vocab,
+            )?),
+            None => None,
+        };
         for &token in &stop_ids {
             if token as usize >= config.vocab {
                 let out = SamplingError::TokenOutOfRange { name: "stop_ids", token, vocab: config.vocab };
@@ -99,10 +115,14 @@ impl Active {
         }
         Ok(Active {
             sink: Out::Answer(sink),
-            scored: Vec::new(),
+            scored: if scorer.is_some() { prompt.tokens.clone() } else { Vec::new() },
             scores: Vec::new(),
             guide,
             sampler,
+            scorer,
+            steered: request.steering.and_then(Steered::new),
+            steer_place: None,
+            watch: request.observer.map(Watch::new),
             counts,
             stop_ids,
             min_tokens,
@@ -121,22 +141,33 @@ impl Active {
 
     /// A request for scores alone.
     pub fn scoring(config: &Config, request: ScoreRequest, submitted: Instant) -> Result<Active> {
-        let ScoreRequest { prompt, top, timeout, sink, .. } = request;
+        let ScoreRequest { prompt, from, top, steering, timeout, sink, .. } = request;
         let unheard: Box<dyn Sink> = Box::new(|_| true);
-        let answer =
-            EngineRequest { logprobs: Some(top), timeout, ..EngineRequest::new(Prompt::default(), unheard) };
+        let prompt_scores = Some(PromptScores { from, top });
+        let answer = EngineRequest {
+            prompt_scores,
+            steering,
+            timeout,
+            ..EngineRequest::new(Prompt::default(), unheard)
+        };
         let active = Active::new(config, &prompt, answer, submitted)?;
-        Ok(Active { sink: Out::Scores(sink), scored: prompt.tokens, ..active })
+        Ok(Active { sink: Out::Scores(sink), ..active })
     }
 
     /// Says how likely the prompt's token at `position` is, given the logits of the row before it.
     pub fn score(&mut self, logits: &[f32], position: usize) -> Result<(), FailureKind> {
         let token = self.scored[position];
-        let report = self.sampler.report(logits, position as u64, token);
+        let scorer = self.scorer.as_ref().expect("scores were asked for");
+        let report = scorer.report(logits, position as u64, token);
         let report = report.map_err(|_| FailureKind::NonFinite { position: position - 1 })?;
         let logprob = report.logprob.expect("scoring asks for it");
         self.scores.push(Score { position, token, logprob, top: report.top });
         Ok(())
+    }
+
+    /// Whose kept beginnings it may go on from.
+    pub fn family(&self) -> [u8; 32] {
+        self.steered.as_ref().map_or([0; 32], |steered| steered.digest)
     }
 
     /// Tokens that end the answer.
@@ -257,10 +288,13 @@ impl Active {
     /// Hands over the scores of the batch that was just run.
     pub fn tell_scores(&mut self) -> Result<bool, FailureKind> {
         let scores = std::mem::take(&mut self.scores);
-        match &mut self.sink {
-            Out::Scores(sink) if !scores.is_empty() => guarded(|| sink.event(ScoreEvent::Scores(scores))),
-            _ => Ok(true),
+        if scores.is_empty() {
+            return Ok(true);
         }
+        guarded(|| match &mut self.sink {
+            Out::Scores(sink) => sink.event(ScoreEvent::Scores(scores)),
+            Out::Answer(sink) => sink.event(EngineEvent::PromptScores(scores)),
+        })
     }
 
     /// Notes that a token was handed over at `now`; how long after submission, or after the token before.

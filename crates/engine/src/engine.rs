@@ -15,7 +15,7 @@ use std::thread::{JoinHandle, ThreadId};
 use std::time::{Duration, Instant};
 
 use lapidary_model::Config;
-use lapidary_ops::{GROUPS, Group};
+use lapidary_ops::{GROUPS, Group, SteerSet};
 
 use crate::active::Active;
 use crate::error::{Error, Result};
@@ -77,6 +77,8 @@ pub(crate) struct Shared {
     pub options: SchedulerOptions,
     /// Whether prompts' blocks are named, since prefixes are kept.
     named: bool,
+    /// Why the device steers no rows, when it doesn't.
+    cannot_steer: Option<String>,
     gate: Mutex<Gate>,
     ended: Condvar,
     stats: Mutex<EngineStats>,
@@ -96,6 +98,15 @@ pub(crate) struct Gate {
 impl Shared {
     pub fn gate(&self) -> MutexGuard<'_, Gate> {
         self.gate.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Holds a request's edits against the model and the device.
+    fn check_steering(&self, set: Option<&SteerSet>) -> Result<()> {
+        let Some(set) = set.filter(|set| !set.edits.is_empty()) else { return Ok(()) };
+        if let Some(reason) = &self.cannot_steer {
+            return Err(Error::CannotSteer { reason: reason.clone() });
+        }
+        Ok(set.check(self.config.layers.len(), self.config.hidden)?)
     }
 
     /// Puts in the figures that [`Engine::stats`] gives, and lets those who wait for ends look again.
@@ -125,11 +136,16 @@ impl Engine {
             }
         }
         runner.resize(pages(&runner, &options)?)?;
+        // A device that cannot steer says so here, so that a request is refused before it is queued.
+        let cannot_steer =
+            runner.steer_set(0, Some(&SteerSet::default())).err().map(|error| error.to_string());
+        runner.steer_set(0, None)?;
         let (commands, inbox) = channel();
         let shared = Arc::new(Shared {
             config: runner.model().config.clone(),
             options: options.scheduler,
             named: options.prefix.enabled,
+            cannot_steer,
             gate: Mutex::default(),
             ended: Condvar::new(),
             stats: Mutex::default(),
@@ -148,16 +164,19 @@ impl Engine {
     /// Hands a request over.
     ///
     /// # Errors
-    /// `QueueFull`, `PromptTooLong`, `EmptyPrompt`, `Token`, `Sampling` and the like; `ShuttingDown` after
+    /// `QueueFull`, `PromptTooLong`, `EmptyPrompt`, `Token`, `Sampling`, `Steering`, `CannotSteer` and the like; `ShuttingDown` after
     /// [`Engine::drain`] or [`Engine::shutdown`]. Nothing was queued then, and the sink is dropped without an event.
     pub fn submit(&self, mut request: EngineRequest) -> Result<Ticket> {
         let submitted = Instant::now();
         let shared = &self.inner.shared;
         let (max_tokens, priority) = (request.max_tokens, request.priority);
         let prompt = std::mem::take(&mut request.prompt);
+        let score_from = request.prompt_scores.map(|scores| scores.from);
+        let run_from = request.observer.as_ref().map(|observer| observer.first());
+        shared.check_steering(request.steering.as_deref())?;
         let active = Active::new(&shared.config, &prompt, request, submitted)?;
-        let stop_ids = active.stop_ids().to_vec();
-        let submission = Submission { prompt, max_tokens, stop_ids, priority, score_from: None };
+        let (stop_ids, family) = (active.stop_ids().to_vec(), active.family());
+        let submission = Submission { prompt, max_tokens, stop_ids, priority, score_from, family, run_from };
         self.hand_over(submission, active)
     }
 
@@ -170,8 +189,10 @@ impl Engine {
         let (submitted, shared) = (Instant::now(), &self.inner.shared);
         let (prompt, priority) = (request.prompt.clone(), request.priority);
         let score_from = Some(request.from);
+        shared.check_steering(request.steering.as_deref())?;
         let active = Active::scoring(&shared.config, request, submitted)?;
-        let submission = Submission { prompt, max_tokens: 0, stop_ids: Vec::new(), priority, score_from };
+        let family = active.family();
+        let submission = Submission { prompt, priority, score_from, family, ..Submission::default() };
         self.hand_over(submission, active)
     }
 

@@ -72,6 +72,8 @@ pub enum Error {
     FreePage { group: lapidary_ops::Group, page: u32 },
     #[error("plan {found} was applied, but {expected} is in flight (0: none)")]
     StalePlan { expected: u64, found: u64 },
+    #[error("requests cannot be steered here: {reason}")]
+    CannotSteer { reason: String },
     #[error(transparent)]
     Steering(#[from] lapidary_ops::SteerError),
     #[error(transparent)]

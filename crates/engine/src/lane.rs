@@ -125,10 +125,15 @@ impl Lane {
 
     /// Appends the page tables that `rows` rows from the cursor need.
     pub fn tables(&self, batch: &mut Batch, rows: usize) -> [PageTable; GROUPS] {
+        self.tables_at(batch, self.cursor, rows)
+    }
+
+    /// The same for rows from `position` on, which is at the cursor or behind rows that were not counted yet.
+    pub fn tables_at(&self, batch: &mut Batch, position: usize, rows: usize) -> [PageTable; GROUPS] {
         Group::ALL.map(|group| {
-            let last = (self.cursor + rows - 1) / PAGE_TOKENS;
+            let last = (position + rows - 1) / PAGE_TOKENS;
             let first = match group {
-                Group::Sliding => (self.cursor + 1).saturating_sub(self.window) / PAGE_TOKENS,
+                Group::Sliding => (position + 1).saturating_sub(self.window) / PAGE_TOKENS,
                 Group::Full => 0,
             };
             let pages = &mut batch.pages[group.index()];

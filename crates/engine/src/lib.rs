@@ -7,12 +7,14 @@
 //! Deliberately absent: text (ids in, ids out), HTTP, and files but for stored prefixes.
 
 mod active;
+mod ahead;
 mod debug;
 mod engine;
 mod error;
 pub mod generate;
 mod guide;
 mod lane;
+mod look;
 pub mod metrics;
 pub mod pages;
 mod prefix;
@@ -30,11 +32,12 @@ mod worker;
 pub use engine::{Engine, EngineOptions, Ticket};
 pub use error::{Error, Result};
 pub use guide::{Allowed, Guide, GuideError, StopCause, Verdict};
+pub use look::Observer;
 pub use prefix::{PrefixDir, PrefixOptions, PrefixStats, StoreStats};
 pub use prompt::{Prompt, SoftKind, SoftSpan};
 pub use request::{
-    EngineEvent, EngineFinish, EngineRequest, EngineUsage, FailureKind, Score, ScoreEvent, ScoreRequest,
-    ScoreSink, Sink,
+    EngineEvent, EngineFinish, EngineRequest, EngineUsage, FailureKind, PromptScores, Score, ScoreEvent,
+    ScoreRequest, ScoreSink, Sink,
 };
 pub use runner::Runner;
 pub use slots::SmokeReport;

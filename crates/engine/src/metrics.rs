@@ -94,6 +94,8 @@ pub struct EngineStats {
     pub panics: u64,
     /// Passes that the device could not finish.
     pub failed_passes: u64,
+    /// Steering sets that the device holds for requests.
+    pub steering_sets: usize,
     /// What is stored of earlier requests, where it is.
     pub store: Option<StoreStats>,
     /// Time in which the device ran passes.
@@ -123,6 +125,7 @@ impl Default for EngineStats {
             non_finite: 0,
             panics: 0,
             failed_passes: 0,
+            steering_sets: 0,
             store: None,
             device_time: Duration::ZERO,
             host_time: Duration::ZERO,

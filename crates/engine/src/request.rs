@@ -1,9 +1,13 @@
 //! What is asked of an engine, and what it tells while it answers.
 
 use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 
+use lapidary_ops::SteerSet;
+
 use crate::guide::{Guide, StopCause};
+use crate::look::Observer;
 use crate::prompt::Prompt;
 use crate::sampling::{Sampled, SamplingParams};
 
@@ -13,7 +17,7 @@ pub struct EngineRequest {
     pub prompt: Prompt,
     /// How tokens are chosen; [`EngineRequest::logprobs`] stands in for its `logprobs` when given.
     pub sampling: SamplingParams,
-    /// Most tokens of the answer, at least 1; the context's end limits it too.
+    /// Most tokens of the answer; the context's end limits it too. 0 only where the prompt's probabilities are wanted.
     pub max_tokens: usize,
     /// No token that would end the answer is chosen before it has so many, unless a guide allows no other.
     pub min_tokens: usize,
@@ -24,11 +28,17 @@ pub struct EngineRequest {
     /// `Some(n)` reports the chosen token's logprob and the `n` best tokens', in the model's own softcapped
     /// distribution: before masks, bias, penalties, temperature and filters.
     pub logprobs: Option<usize>,
+    /// Whether and how the probabilities of the prompt's own tokens are wanted. The whole prompt runs then.
+    pub prompt_scores: Option<PromptScores>,
     /// Higher goes first.
     pub priority: i8,
     /// The request ends this long after it was submitted.
     pub timeout: Option<Duration>,
-    /// Steers the tokens.
+    /// Edits of the residual stream that every row gets, prompt and answer.
+    pub steering: Option<Arc<SteerSet>>,
+    /// Takes activations out.
+    pub observer: Option<Box<dyn Observer>>,
+    /// Says which tokens may come.
     pub guide: Option<Box<dyn Guide>>,
     /// Where events go.
     pub sink: Box<dyn Sink>,
@@ -45,8 +55,11 @@ impl EngineRequest {
             stop_ids: Vec::new(),
             ignore_eos: false,
             logprobs: None,
+            prompt_scores: None,
             priority: 0,
             timeout: None,
+            steering: None,
+            observer: None,
             guide: None,
             sink,
         }
@@ -59,8 +72,19 @@ impl fmt::Debug for EngineRequest {
             .field("prompt_tokens", &self.prompt.tokens.len())
             .field("max_tokens", &self.max_tokens)
             .field("guided", &self.guide.is_some())
+            .field("steered", &self.steering.is_some())
+            .field("observed", &self.observer.is_some())
             .finish_non_exhaustive()
     }
+}
+
+/// Which probabilities of a prompt's tokens are wanted beside an answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PromptScores {
+    /// The first token, at least 1: nothing says how likely the first of all is.
+    pub from: usize,
+    /// How many of the most likely tokens to report beside each.
+    pub top: usize,
 }
 
 /// Where events go. Called on the engine's thread: it must not block. One that panics loses its request.
@@ -90,6 +114,8 @@ pub enum EngineEvent {
         /// Rows of the prompt that have keys and values.
         fed: usize,
     },
+    /// Probabilities of the next tokens of the prompt, in order of position; each is reported once.
+    PromptScores(Vec<Score>),
     /// A token of the answer.
     Token(Sampled),
     /// The end, exactly once, and last.
@@ -139,6 +165,9 @@ pub enum FailureKind {
     /// The device failed on it, alone.
     #[error("the device failed on this request: {0}")]
     Device(String),
+    /// The device had no memory for it, alone.
+    #[error("out of memory in this request: {0}")]
+    OutOfMemory(String),
     /// The engine was shut down.
     #[error("the engine is shutting down")]
     ShuttingDown,
@@ -169,6 +198,8 @@ pub struct ScoreRequest {
     pub from: usize,
     /// How many of the most likely tokens to report beside each.
     pub top: usize,
+    /// Edits of the residual stream that every row gets.
+    pub steering: Option<Arc<SteerSet>>,
     /// Higher goes first.
     pub priority: i8,
     /// The request ends this long after it was submitted.

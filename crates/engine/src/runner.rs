@@ -6,7 +6,7 @@ use lapidary_model::kv_plan::kv_plan;
 use lapidary_model::{Model, forward};
 use lapidary_ops::{
     Backend, Batch, BatchShape, DeviceReport, GROUPS, Group, KvFormat, KvPlan, MemoryUse, Ops, Outcome,
-    SteerSet,
+    SteerSet, TailRows, TapPoint, TapSet,
 };
 
 use crate::error::{Error, Result};
@@ -111,6 +111,14 @@ impl Runner {
         self.steer_sets.get(index).copied().unwrap_or(false)
     }
 
+    /// For which rows the last layers run so that `taps` can be copied out.
+    pub(crate) fn tail(&self, taps: &TapSet) -> TailRows {
+        match taps.points.iter().any(|point| reaches_tail(*point, self.model.last_writer)) {
+            true => TailRows::All,
+            false => TailRows::Heads,
+        }
+    }
+
     /// Runs the model's pass over `batch`.
     ///
     /// # Errors
@@ -130,8 +138,14 @@ impl Runner {
         self.collect()
     }
 
-    /// Starts the model's pass over `batch`; [`Runner::collect`] waits for it. Where the device works on its own,
-    /// the caller has the time in between.
+    /// Whether rows of a batch may [follow](Batch::follows) the pass before, which then need not be collected before the
+    /// next is started: at most two are under way. Not while a profile is on, whose clocks are read between passes.
+    pub fn follows(&self) -> bool {
+        self.backend.follows() && self.profiler.is_none()
+    }
+
+    /// Starts the model's pass over `batch`; [`Runner::collect`] waits for the oldest that was started. Where the device
+    /// works on its own, the caller has the time in between.
     ///
     /// # Errors
     /// As [`Runner::run`].
@@ -196,6 +210,11 @@ impl Runner {
         let per_layer_vocab = c.per_layer.map_or(c.vocab, |p| p.vocab);
         batch.check(&self.plan, c.hidden, c.vocab, per_layer_vocab).map_err(lapidary_ops::Error::Batch)?;
         batch.check_steer(&|set| self.holds_steer_set(set)).map_err(lapidary_ops::Error::Batch)?;
+        if !batch.follows.is_empty() && !self.follows() {
+            let device = self.backend.report().backend.to_owned();
+            let what = "take a row's token from the pass before".to_owned();
+            return Err(lapidary_ops::Error::Unsupported { device, what }.into());
+        }
         let model = &self.model;
         self.backend.upload(batch)?;
         if let Some(profiler) = &mut self.profiler {
@@ -264,4 +283,15 @@ fn check_size(plan: &KvPlan) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// Whether a capture needs rows that end after layer `last_writer`'s KV write.
+fn reaches_tail(point: TapPoint, last_writer: usize) -> bool {
+    match point {
+        TapPoint::Embed | TapPoint::PerLayer | TapPoint::FinalNorm => false,
+        TapPoint::Qkv(layer) => layer > last_writer,
+        TapPoint::Attn(l) | TapPoint::Routes(l) | TapPoint::Mlp(l) | TapPoint::LayerOut(l) => {
+            l >= last_writer
+        }
+    }
 }

@@ -27,6 +27,9 @@
 //! - **Stall bound.** Beside streams, prompts get as many rows as fit `max_stall` by the measured pace of
 //!   earlier steps, but at least `min_prompt_rows`, so that a device for which the bound is out of reach still
 //!   gets prompts done. A vision block runs whole, even beyond the bound.
+//! - **Even streams.** Within that bound, a batch takes at most `max_slowdown` times as long as the streams' rows alone
+//!   would: prompts get two thirds of the time where it is 3, and no stream halts for the bound's sake. Batches of
+//!   up to 40 ms are let be.
 //! - **Fair share.** Half of the prompts' rows go to the first in rank; the others share the other half, those
 //!   served longest ago first. A short prompt behind a long one is answered before it, and the long one still
 //!   gets done.
@@ -75,7 +78,10 @@ pub struct SchedulerOptions {
     pub waiting: usize,
     /// Running streams get a token at least that often while prompts are fed.
     pub max_stall: Duration,
-    /// Fewest rows that a batch gives to prompts, the stall bound notwithstanding.
+    /// A batch of streams and prompts takes at most that many times as long as the streams alone would; below 2
+    /// prompts hardly move.
+    pub max_slowdown: u32,
+    /// Fewest rows that a batch gives to prompts, both bounds notwithstanding.
     pub min_prompt_rows: usize,
     /// By how much earlier a request counts as submitted for each level of priority.
     pub priority_worth: Duration,
@@ -92,6 +98,7 @@ impl Default for SchedulerOptions {
             running: 64,
             waiting: 256,
             max_stall: Duration::from_millis(200),
+            max_slowdown: 3,
             min_prompt_rows: 16,
             priority_worth: Duration::from_secs(60),
             rollback: 0,
@@ -113,6 +120,10 @@ pub struct Submission {
     /// The first token of the prompt whose probability is wanted, at least 1: the first has none. Then
     /// `max_tokens` may be 0, for no answer at all.
     pub score_from: Option<usize>,
+    /// Sequences share kept beginnings within one family only: rows that are edited have other keys and values.
+    pub family: [u8; 32],
+    /// Rows from here on run even where their keys and values are kept, since more is wanted of them.
+    pub run_from: Option<usize>,
 }
 
 /// A submission that was checked, apart from the scheduler so that another thread can do it.
@@ -124,6 +135,7 @@ pub(crate) struct Prepared {
     stop_ids: Vec<u32>,
     priority: i8,
     score_from: Option<usize>,
+    run_from: Option<usize>,
 }
 
 impl Prepared {
@@ -137,7 +149,7 @@ impl Prepared {
         named: bool,
         submission: Submission,
     ) -> Result<Prepared> {
-        let Submission { prompt, max_tokens, stop_ids, priority, score_from } = submission;
+        let Submission { prompt, max_tokens, stop_ids, priority, score_from, family, run_from } = submission;
         if score_from == Some(0) {
             return Err(Error::Zero { what: "score_from" });
         }
@@ -154,11 +166,11 @@ impl Prepared {
             return Err(Error::VisionBlock { rows, limit });
         }
         let chain = named.then(|| {
-            let mut chain = Chain::default();
+            let mut chain = Chain::of(family);
             prompt.name_rows(&mut chain);
             chain
         });
-        Ok(Prepared { prompt, chain, max_tokens, stop_ids, priority, score_from })
+        Ok(Prepared { prompt, chain, max_tokens, stop_ids, priority, score_from, run_from })
     }
 }
 
@@ -358,10 +370,12 @@ impl Scheduler {
     /// full was the caller's to ask.
     pub(crate) fn enqueue(&mut self, id: RequestId, prepared: Prepared, now: Duration) {
         self.last_id = self.last_id.max(id.0);
-        let Prepared { prompt, chain, max_tokens, stop_ids, priority, score_from } = prepared;
+        let Prepared { prompt, chain, max_tokens, stop_ids, priority, score_from, run_from } = prepared;
         let rank = Rank::new(id, priority, now, self.options.priority_worth);
         self.ranks.insert(id, rank);
-        let mut sequence = Sequence::new(id, prompt, chain, max_tokens, stop_ids, score_from, now);
+        let mut sequence = Sequence::new(id, prompt, chain, max_tokens, stop_ids, now);
+        sequence.score_from = score_from;
+        sequence.run_from = run_from;
         self.want_snapshots(&mut sequence);
         self.waiting.insert(rank, sequence);
     }
@@ -457,7 +471,11 @@ impl Scheduler {
         }
         self.in_flight = None;
         let rows = plan.entries.iter().map(|e| e.rows.len()).sum();
-        self.pace.observe(rows, now.saturating_sub(plan.planned_at));
+        let took = now.saturating_sub(plan.planned_at);
+        self.pace.observe(rows, took);
+        if heads == rows {
+            self.pace.observe_streams(rows, took);
+        }
         let mut events = Vec::new();
         let mut produced = produced.iter();
         for entry in &plan.entries {

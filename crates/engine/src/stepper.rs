@@ -7,7 +7,7 @@
 use std::ops::Range;
 
 use lapidary_model::Model;
-use lapidary_ops::{Batch, BatchShape, Outcome, RowSpan, TailRows, TapPoint, TapSet};
+use lapidary_ops::{Batch, BatchShape, Outcome, RowSpan, TapPoint, TapSet};
 
 use crate::error::{Error, Result};
 use crate::lane::Lane;
@@ -418,18 +418,19 @@ impl Stepper {
 
     fn run_batch(&mut self, layers: Range<usize>) -> Result<()> {
         self.batch.taps = self.capture.clone();
-        let count = self.model().layers.len();
-        let tail_from = self.model().last_writer;
-        let tail = match self.capture.points.iter().any(|p| reaches_tail(*p, tail_from)) {
-            true => TailRows::All,
-            false => TailRows::Heads,
-        };
-        let shape = BatchShape { layers: (layers.start, layers.end), ..self.batch.shape(count, tail) };
+        let shape = self.shape_of(layers);
         self.outcome = self.runner.run(&self.batch, &shape)?;
         if shape.head_rows > 0 {
             self.logit_rows = shape.head_rows;
         }
         Ok(())
+    }
+
+    /// The shape of the batch at hand; a capture of the tail makes all rows run through it.
+    pub(crate) fn shape_of(&self, layers: Range<usize>) -> BatchShape {
+        let count = self.model().layers.len();
+        let tail = self.runner.tail(&self.batch.taps);
+        BatchShape { layers: (layers.start, layers.end), ..self.batch.shape(count, tail) }
     }
 
     pub(crate) fn lane(&self, seq: Seq) -> &Lane {
@@ -439,7 +440,7 @@ impl Stepper {
         }
     }
 
-    fn lane_mut(&mut self, seq: Seq) -> &mut Lane {
+    pub(crate) fn lane_mut(&mut self, seq: Seq) -> &mut Lane {
         match seq {
             Seq::Single => &mut self.single,
             Seq::Slot(slot) => &mut self.slots[slot],
@@ -448,16 +449,5 @@ impl Stepper {
 
     pub(crate) fn slot(&self, slot: usize) -> Result<&Lane> {
         self.slots.get(slot).ok_or(Error::Slot { slot, slots: self.slots.len() })
-    }
-}
-
-/// Whether a capture needs rows that end after layer `last_writer`'s KV write.
-fn reaches_tail(point: TapPoint, last_writer: usize) -> bool {
-    match point {
-        TapPoint::Embed | TapPoint::PerLayer | TapPoint::FinalNorm => false,
-        TapPoint::Qkv(layer) => layer > last_writer,
-        TapPoint::Attn(l) | TapPoint::Routes(l) | TapPoint::Mlp(l) | TapPoint::LayerOut(l) => {
-            l >= last_writer
-        }
     }
 }

@@ -8,31 +8,31 @@
 //! pass that fails takes nobody with it at first: its requests run once more, each alone, and the one that fails
 //! then ends. A panic in the loop itself ends every request there is; the scheduler starts afresh.
 
+mod kept;
+mod looks;
+mod reading;
+
 use std::collections::{HashMap, VecDeque};
 use std::mem;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, TryRecvError};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::available_parallelism;
 use std::time::{Duration, Instant};
 
-use lapidary_ops::{Batch, Group, Outcome, PAGE_TOKENS, TailRows};
-use sha2::{Digest, Sha256};
+use lapidary_ops::{Batch, Group, Outcome};
 
-use crate::active::{Active, Chosen, Reads, TokenTime, guarded, message};
+use crate::active::{Active, TokenTime, guarded, message};
 use crate::engine::{EngineOptions, Shared};
 use crate::error::{Error, Result};
 use crate::generate::FinishReason;
+use crate::look::SteerTable;
 use crate::metrics::{EngineStats, PageUse};
-use crate::prefix::{LoadedPages, PrefixOptions, Store};
+use crate::prefix::{LoadedPages, Store};
 use crate::request::{EngineEvent, EngineFinish, FailureKind};
 use crate::runner::Runner;
-use crate::scheduler::{EndReason, Plan, Prepared, Produced, RequestId, Scheduler, SchedulerEvent, Wanted};
+use crate::scheduler::{EndReason, Plan, Prepared, RequestId, Scheduler, SchedulerEvent, Wanted};
+use kept::open_store;
 
-/// Logits that one thread reads before another is worth starting.
-const READ_ALONE: usize = 300_000;
-/// Changes when stored pages of earlier versions must not be read any more.
-const LAYOUT: &str = "lapidary pages 1";
 /// How often an engine looks at the time while all its requests wait for stored pages.
 const IDLE_LOOK: Duration = Duration::from_millis(5);
 
@@ -53,67 +53,6 @@ pub(crate) enum Command {
     Shutdown,
 }
 
-/// What is to be made of one request's logits.
-struct Job<'a> {
-    id: RequestId,
-    active: &'a mut Active,
-    reads: Vec<Read>,
-    failure: Option<FailureKind>,
-}
-
-/// A row of logits that is to be read.
-struct Read {
-    /// Among those that are lent.
-    row: usize,
-    /// Of the token that follows.
-    position: usize,
-    /// The token with the largest logit, for an answer; `None` where the prompt's own token is scored.
-    best: Option<u32>,
-}
-
-impl Job<'_> {
-    fn run(&mut self, logits: &[&[f32]]) {
-        for Read { row, position, best } in mem::take(&mut self.reads) {
-            if self.failure.is_some() {
-                return;
-            }
-            match best {
-                None => self.failure = self.active.score(logits[row], position).err(),
-                Some(best) => self.note(|active| active.choose(Some(logits[row]), best, position)),
-            }
-        }
-    }
-
-    fn note(&mut self, choose: impl FnOnce(&mut Active) -> Result<Chosen, FailureKind>) {
-        match choose(self.active) {
-            Ok(chosen) => self.active.chosen = Some(chosen),
-            Err(kind) => self.failure = Some(kind),
-        }
-    }
-}
-
-/// Runs all jobs; several threads share them when there is more to read than starting threads takes.
-fn run_all(jobs: &mut [Job<'_>], logits: &[&[f32]]) {
-    let work: usize = logits.iter().map(|row| row.len()).sum();
-    let threads = (work / READ_ALONE).min(logits.len()).min(available_parallelism().map_or(1, usize::from));
-    if threads < 2 {
-        jobs.iter_mut().for_each(|job| job.run(logits));
-        return;
-    }
-    // By number of rows, since one request may have many.
-    jobs.sort_by_key(|job| std::cmp::Reverse(job.reads.len()));
-    let next = Mutex::new(jobs.iter_mut());
-    let work = || {
-        while let Some(job) = { next.lock().unwrap_or_else(PoisonError::into_inner).next() } {
-            job.run(logits);
-        }
-    };
-    std::thread::scope(|scope| {
-        (1..threads).for_each(|_| drop(scope.spawn(work)));
-        work();
-    });
-}
-
 /// The thread's own.
 pub(crate) struct Worker {
     runner: Runner,
@@ -122,6 +61,7 @@ pub(crate) struct Worker {
     shared: Arc<Shared>,
     inbox: Receiver<Command>,
     active: HashMap<RequestId, Box<Active>>,
+    steer_table: SteerTable,
     store: Option<Store>,
     /// To hand to whoever reads stored pages.
     commands: Sender<Command>,
@@ -156,6 +96,7 @@ impl Worker {
             shared,
             inbox,
             active: HashMap::new(),
+            steer_table: SteerTable::default(),
             store,
             commands,
             loading: HashMap::new(),
@@ -253,63 +194,10 @@ impl Worker {
         }
     }
 
-    /// Queues a request, once what is stored of its beginning was read.
-    fn take_in(&mut self, id: RequestId, prepared: Box<Prepared>) {
-        if let Some(store) = &self.store
-            && let Some(wanted) = self.scheduler.stored(&prepared, store)
-        {
-            let (commands, names) = (self.commands.clone(), wanted.pages.clone());
-            store.load(names, move |pages| {
-                // An engine that is gone has no use for them.
-                let _ = commands.send(Command::Loaded { id, wanted, pages });
-            });
-            self.loading.insert(id, prepared);
-            return;
-        }
-        self.queue(id, *prepared);
-    }
-
     fn queue(&mut self, id: RequestId, prepared: Prepared) {
         let Some(active) = self.active.get(&id) else { return };
         let submitted = active.submitted.saturating_duration_since(self.begun);
         self.scheduler.enqueue(id, prepared, submitted);
-    }
-
-    /// Puts pages that were read where the request will find them.
-    fn import(&mut self, prepared: &Prepared, wanted: &Wanted, pages: &LoadedPages) {
-        let Some(import) = self.scheduler.import(prepared, wanted) else { return };
-        let mut filled = true;
-        for (group, pages) in [(Group::Sliding, &pages.sliding), (Group::Full, &pages.full)] {
-            for (block, bytes) in pages {
-                let page = import.pages.page(group, *block).expect("one for each that was wanted");
-                filled &= self.runner.page_write(group, page as usize, bytes).is_ok();
-            }
-        }
-        self.scheduler.keep_import(prepared, import, filled);
-    }
-
-    /// Stores what requests that have ended left.
-    fn store_left(&mut self) {
-        let Some(store) = &self.store else { return };
-        for left in self.scheduler.take_left() {
-            for &blocks in &left.snapshots {
-                let full = (0..blocks).map(|block| (Group::Full, block));
-                let first = self.scheduler.window_from(blocks).unwrap_or(blocks);
-                let sliding = (first..blocks).map(|block| (Group::Sliding, block));
-                for (group, block) in full.chain(sliding) {
-                    let name = (group, left.keys[block]);
-                    if store.has(name) {
-                        continue;
-                    }
-                    // Given up for others already, it may be.
-                    let Some(page) = self.scheduler.kept_page(&left, blocks, group, block) else { break };
-                    let mut bytes = Vec::new();
-                    if self.runner.page_read(group, page as usize, &mut bytes).is_ok() {
-                        store.save(name, bytes);
-                    }
-                }
-            }
-        }
     }
 
     fn expire(&mut self, now: Instant) {
@@ -324,8 +212,12 @@ impl Worker {
         if let Some(plan) = self.plan(&mut batch) {
             self.batch_heads.clone_from(&batch.heads);
             self.announce(&plan);
+            self.dress(&plan, &mut batch);
             match self.forward(&plan, &batch) {
-                Ok(outcome) => self.answer(&plan, &outcome),
+                Ok(outcome) => {
+                    self.observe(&plan, &batch, &outcome);
+                    self.answer(&plan, &outcome);
+                }
                 Err(kind) => self.broken(&plan, kind),
             }
         }
@@ -366,13 +258,9 @@ impl Worker {
 
     /// Runs the batch; guides say meanwhile what comes next, where the device works on its own.
     fn forward(&mut self, plan: &Plan, batch: &Batch) -> Result<Outcome, FailureKind> {
-        let shape = batch.shape(self.runner.model().layers.len(), TailRows::Heads);
-        let failed = |error: Error| match error {
-            Error::Backend(lapidary_ops::Error::WorkerPanicked { message }) => FailureKind::Panicked(message),
-            other => FailureKind::Device(other.to_string()),
-        };
+        let shape = batch.shape(self.runner.model().layers.len(), self.runner.tail(&batch.taps));
         let start = Instant::now();
-        let begun = guarded(|| self.runner.start(batch, &shape)).and_then(|r| r.map_err(failed));
+        let begun = guarded(|| self.runner.start(batch, &shape)).and_then(|r| r.map_err(device_failure));
         let mut device_time = start.elapsed();
         if begun.is_ok() {
             for (id, _) in plan.heads() {
@@ -381,7 +269,8 @@ impl Worker {
             }
         }
         let start = Instant::now();
-        let outcome = begun.and_then(|()| guarded(|| self.runner.collect()).and_then(|r| r.map_err(failed)));
+        let outcome =
+            begun.and_then(|()| guarded(|| self.runner.collect()).and_then(|r| r.map_err(device_failure)));
         device_time += start.elapsed();
         self.stats.device_time += device_time;
         outcome
@@ -422,57 +311,6 @@ impl Worker {
                 }
             }
         }
-    }
-
-    /// Chooses tokens and reads scores, several requests at once where there is much to read.
-    fn choose(&mut self, plan: &Plan, outcome: &Outcome) -> Vec<Produced> {
-        let (mut rows, mut jobs) = (Vec::new(), Vec::new());
-        let mut active: HashMap<RequestId, &mut Box<Active>> =
-            self.active.iter_mut().map(|(id, active)| (*id, active)).collect();
-        for entry in &plan.entries {
-            // Ended since the batch was planned.
-            let Some(active) = active.remove(&entry.id) else { continue };
-            let mut job = Job { id: entry.id, active, reads: Vec::new(), failure: None };
-            for head in entry.scores.clone() {
-                let row = self.batch_heads[head] as usize - entry.rows.start;
-                job.reads.push(Read {
-                    row: rows.len(),
-                    position: entry.positions.start + row + 1,
-                    best: None,
-                });
-                rows.push(head);
-            }
-            if let Some(head) = entry.head {
-                let position = entry.positions.end;
-                match outcome.argmax.get(head).map(|&best| u32::try_from(best)) {
-                    Some(Ok(best)) => match job.active.reads() {
-                        Reads::Logits => {
-                            job.reads.push(Read { row: rows.len(), position, best: Some(best) });
-                            rows.push(head);
-                        }
-                        Reads::Nothing => job.note(|active| active.choose(None, best, position)),
-                    },
-                    _ => job.failure = Some(FailureKind::NonFinite { position: position - 1 }),
-                }
-            }
-            jobs.push(job);
-        }
-        let lent = self.runner.lend_logits(&rows, &mut |logits| run_all(&mut jobs, logits));
-        let mut failures = Vec::new();
-        for job in jobs {
-            // Reads that were lent have been taken.
-            let lost = lent.as_ref().err().filter(|_| !job.reads.is_empty());
-            let lost = lost.map(|error| FailureKind::Device(error.to_string()));
-            failures.extend(job.failure.or(lost).map(|kind| (job.id, kind)));
-        }
-        for (id, kind) in failures {
-            self.leave(id, EngineFinish::Failed(kind));
-        }
-        let token = |(id, _)| {
-            let chosen = self.active.get(&id).and_then(|a| a.chosen.as_ref());
-            chosen.map_or(Produced::Failed, |c| Produced::Token(c.sampled.token))
-        };
-        plan.heads().map(token).collect()
     }
 
     fn report_progress(&mut self, plan: &Plan) {
@@ -527,6 +365,9 @@ impl Worker {
         };
         self.loading.remove(&id);
         if let Some(active) = self.active.remove(&id) {
+            if let Some(place) = active.steer_place {
+                self.steer_table.give_back(&mut self.runner, place);
+            }
             self.end(*active, reason);
         }
     }
@@ -575,6 +416,7 @@ impl Worker {
 
     fn publish(&mut self) {
         self.stats.scheduler = self.scheduler.stats();
+        self.stats.steering_sets = self.steer_table.held();
         self.stats.store = self.store.as_ref().map(Store::stats);
         let pool = self.scheduler.pool();
         self.stats.pages = Group::ALL.map(|group| {
@@ -585,27 +427,18 @@ impl Worker {
     }
 }
 
+/// What a request fails by when the device failed on it.
+fn device_failure(error: Error) -> FailureKind {
+    match error {
+        Error::Backend(lapidary_ops::Error::WorkerPanicked { message }) => FailureKind::Panicked(message),
+        Error::Backend(error @ lapidary_ops::Error::OutOfMemory { .. }) => {
+            FailureKind::OutOfMemory(error.to_string())
+        }
+        other => FailureKind::Device(other.to_string()),
+    }
+}
+
 fn scheduler(runner: &Runner, options: &EngineOptions) -> Result<Scheduler> {
     let config = runner.model().config.clone();
     Scheduler::with_prefix(config, runner.plan(), options.scheduler, options.prefix.clone())
-}
-
-/// The store that the options ask for.
-fn open_store(runner: &mut Runner, options: &PrefixOptions) -> Result<Option<Store>> {
-    let Some(dir) = options.dir.as_ref().filter(|_| options.enabled) else { return Ok(None) };
-    // A device that cannot hand pages out says so here and not at every page.
-    for group in Group::ALL {
-        runner.page_read(group, 0, &mut Vec::new())?;
-    }
-    let (report, plan, config) = (runner.report(), runner.plan(), &runner.model().config);
-    let layout = plan.groups.each_ref().map(|g| (g.layers.clone(), g.format, g.window));
-    // All that keys and values, bit by bit, follow from beside the prompt.
-    let origin = format!(
-        "{LAYOUT} {PAGE_TOKENS} {:?} {} {} {} {} {} {layout:?}",
-        dir.model, report.backend, report.level, report.mode, config.model_type, config.hidden
-    );
-    let identity = Sha256::digest(origin.as_bytes()).into();
-    let page_bytes =
-        plan.groups.each_ref().map(|g| (0..g.layers.len()).map(|layer| g.page_bytes(layer)).sum());
-    Ok(Some(Store::open(dir, identity, page_bytes)?))
 }

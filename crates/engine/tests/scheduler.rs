@@ -276,6 +276,7 @@ fn options() -> SchedulerOptions {
         running: 13,
         waiting: 17,
         max_stall: Duration::from_millis(3),
+        max_slowdown: 3,
         min_prompt_rows: 3,
         priority_worth: Duration::from_millis(40),
         rollback: 0,

@@ -175,6 +175,20 @@ impl Device {
         packed && !matches!(format, Format::Bf16 | Format::Fp8E4M3)
     }
 
+    /// Bytes of a float32 copy of a matrix that is small enough to be a router, beside its packed form.
+    pub(crate) fn float_copy_bytes(self, rows: usize, cols: usize, compute: Compute) -> usize {
+        match self {
+            #[cfg(feature = "cuda")]
+            Device::Cuda { .. } if compute == Compute::Fast => {
+                lapidary_cuda::footprint::float_copy_bytes(rows, cols)
+            }
+            _ => {
+                let _ = (rows, cols, compute);
+                0
+            }
+        }
+    }
+
     /// Bytes that kernels keep between them, and the driver for them: for passes of `rows` whose queries and widest
     /// product are as wide as given.
     pub(crate) fn kernel_bytes(self, rows: usize, queries: usize, widest: usize) -> usize {

@@ -127,6 +127,14 @@ impl MemoryPlan {
                 Use::Matrix(share) => {
                     let loaded = loaded(&stored, role, &options.requantise);
                     plan.matrix(role, &loaded, share);
+                    if matches!(role, Role::Layer(_, LayerRole::Router | LayerRole::PerLayerGate)) {
+                        let cols = loaded.shape.last().copied().unwrap_or(1).max(1);
+                        let rows = loaded.values() as usize / cols;
+                        let copy = options.device.float_copy_bytes(rows, cols, options.compute) as u64;
+                        if copy > 0 {
+                            plan.count(Format::F32, 0, copy);
+                        }
+                    }
                     let tied = role == Role::Embed && !untied;
                     if tied && options.device.keeps_tied_twice(options.compute, loaded.format) {
                         plan.count(loaded.format, 1, loaded.bytes);
@@ -136,7 +144,8 @@ impl MemoryPlan {
         }
         let order = |f: Format| Format::ALL.iter().position(|&g| g == f);
         plan.weights.sort_by_key(|w| order(w.format));
-        if let Some(memory) = options.memory {
+        // What is quantised while it is loaded is in no file.
+        if let Some(memory) = options.memory.filter(|_| options.requantise.linear.is_none()) {
             plan.fit(memory);
         }
         plan

@@ -1,88 +1,21 @@
-//! The engine on real devices: requests in company give the bits of each alone, and what goes wrong with one
-//! touches no other.
+//! The engine on real devices: requests in company give the bits of each alone.
 
 mod common;
 
-use std::path::Path;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::{Duration, Instant};
-
-use common::client::{Reply, drawn, greedy, run, submit};
-use common::drive::{name, tiny_folder, tokens};
-use common::spy::{Hooks, POISON, hooked_runner, poisoned};
-use common::{On, Setup, runner, stepper};
-use lapidary_engine::generate::{Event, FinishReason, Generation, Request};
-use lapidary_engine::sampling::{Sampled, SamplingParams, TokenMask};
+use common::client::{drawn, greedy, run, submit};
+use common::dense::{
+    CONTEXT, Fixed, ON, alone, dense, drained, engine, finish, options, prompt, scores, setup,
+};
+use common::drive::{name, tiny_folder};
+use common::spy::POISON;
+use common::{runner, stepper};
+use lapidary_engine::sampling::{SamplingParams, TokenMask};
 use lapidary_engine::{
-    Allowed, Engine, EngineEvent, EngineFinish, EngineOptions, EngineRequest, EngineUsage, Error,
-    FailureKind, Guide, GuideError, Prompt, Runner, Score, ScoreEvent, ScoreRequest, StopCause, Verdict,
+    Engine, EngineEvent, EngineFinish, EngineRequest, Error, FailureKind, Guide, Prompt, ScoreRequest,
+    StopCause,
 };
 use lapidary_reference::tiny::Variant;
-
-const CONTEXT: usize = 160;
-const ON: On = On::Cpu { threads: 1 };
-
-fn setup() -> Setup {
-    Setup { rows: 19, head_rows: 5, context: CONTEXT, ..Setup::default() }
-}
-
-fn options(runner: &Runner) -> EngineOptions {
-    let mut options = EngineOptions::new(runner, CONTEXT, 2);
-    options.scheduler.max_stall = Duration::from_millis(10);
-    options.scheduler.min_prompt_rows = 2;
-    options
-}
-
-fn engine(folder: &Path) -> Engine {
-    start(runner(folder, ON, setup()))
-}
-
-fn start(runner: Runner) -> Engine {
-    let options = options(&runner);
-    Engine::start(runner, options).unwrap()
-}
-
-fn dense() -> std::path::PathBuf {
-    tiny_folder(Variant::Dense)
-}
-
-fn prompt(seed: u64, len: usize) -> Vec<u32> {
-    let tokens = tokens(&stepper(&dense(), ON, setup()), seed, len);
-    tokens.into_iter().map(|t| if t == POISON { POISON + 1 } else { t }).collect()
-}
-
-/// The request alone on a stepper's single sequence.
-fn alone(folder: &Path, request: &EngineRequest) -> (Vec<Sampled>, FinishReason) {
-    let mut s = stepper(folder, ON, setup());
-    let mut sampling = request.sampling.clone();
-    sampling.logprobs = request.logprobs.map(|n| n as u32);
-    let mut g = Generation::new(
-        &mut s,
-        Request {
-            prompt: request.prompt.clone(),
-            sampling,
-            max_tokens: request.max_tokens,
-            stop_ids: request.stop_ids.clone(),
-        },
-    )
-    .unwrap();
-    let mut sampled = Vec::new();
-    loop {
-        match g.step(&mut |_| {}).unwrap().unwrap() {
-            Event::Token(token) => sampled.push(token),
-            Event::Finished(reason) => return (sampled, reason),
-        }
-    }
-}
-
-fn finish(reason: FinishReason) -> EngineFinish {
-    match reason {
-        FinishReason::Stop(token) => EngineFinish::Stop(token),
-        FinishReason::Length => EngineFinish::Length,
-        FinishReason::ContextFull => EngineFinish::ContextFull,
-    }
-}
+use std::time::{Duration, Instant};
 
 /// Every way to choose tokens, each with a prompt of another length.
 fn mixed(seed: u64) -> Vec<EngineRequest> {
@@ -138,18 +71,6 @@ fn c02_the_same_request_gives_the_same_bits_in_any_company() {
     }
 }
 
-/// Nothing is left of any request.
-#[track_caller]
-fn drained(engine: &Engine) {
-    assert!(engine.drain(Duration::from_secs(60)), "everybody gets done");
-    let stats = engine.stats();
-    assert_eq!((stats.active, stats.scheduler.waiting, stats.scheduler.running), (0, 0, 0));
-    for pages in stats.pages {
-        assert_eq!(pages.live, 0, "{pages:?}");
-    }
-    assert!(matches!(engine.submit(greedy(&[5], 1)), Err(Error::ShuttingDown)));
-}
-
 #[test]
 fn logprobs_are_those_of_the_model_before_masks_and_bias() {
     let engine = engine(&dense());
@@ -178,44 +99,6 @@ fn logprobs_are_those_of_the_model_before_masks_and_bias() {
         let found = run(&engine, request).sampled.remove(0);
         assert_eq!((found.token, &found.top), (second, &first.top));
         assert_eq!(found.logprob, Some(first.top[1].1));
-    }
-}
-
-/// Says the same of every token, and ends after some.
-struct Fixed {
-    mask: Option<TokenMask>,
-    force: Option<u32>,
-    left: usize,
-    cause: StopCause,
-    seen: Vec<u32>,
-}
-
-impl Fixed {
-    fn free() -> Fixed {
-        let cause = StopCause { keep_token: true, code: 3 };
-        Fixed { mask: None, force: None, left: usize::MAX, cause, seen: Vec::new() }
-    }
-    fn mask(mask: TokenMask) -> Fixed {
-        Fixed { mask: Some(mask), ..Fixed::free() }
-    }
-}
-
-impl Guide for Fixed {
-    fn next(&mut self) -> Result<Allowed<'_>, GuideError> {
-        Ok(match (&self.mask, self.force) {
-            (_, Some(token)) => Allowed::Force(token),
-            (Some(mask), None) => Allowed::Mask(mask),
-            (None, None) => Allowed::Free,
-        })
-    }
-    fn accept(&mut self, token: u32) -> Result<Verdict, GuideError> {
-        self.seen.push(token);
-        self.left -= 1;
-        match self.left {
-            0 => Ok(Verdict::Stop(self.cause)),
-            _ if token == POISON => Err(GuideError(format!("no {token}, after {:?}", self.seen))),
-            _ => Ok(Verdict::Continue),
-        }
     }
 }
 
@@ -411,151 +294,6 @@ fn a_request_ends_when_its_time_is_up_queued_or_running() {
 }
 
 #[test]
-fn a08_a_row_that_is_not_finite_ends_its_request_within_a_step() {
-    for variant in [Variant::Dense, Variant::Moe, Variant::PerLayerInputs] {
-        let folder = tiny_folder(variant);
-        let engine = start(hooked_runner(&folder, ON, setup(), &poisoned()));
-        let never = SamplingParams { suppress: vec![POISON], ..SamplingParams::default() };
-        let clean = |seed, sampling: &SamplingParams| EngineRequest {
-            sampling: sampling.clone(),
-            ..greedy(&prompt(seed, 30), 50)
-        };
-        let neighbours = [1, 2].map(|i| submit(&engine, clean(i, &never)));
-        neighbours[0].token();
-        // In the prompt's last row, for a greedy request and one that is drawn; and in the midst of an answer.
-        let mut bad = prompt(9, 20);
-        bad[19] = POISON;
-        for request in [greedy(&bad, 9), drawn(&bad, 9, 1)] {
-            let reply = run(&engine, request);
-            assert_eq!(reply.reason, EngineFinish::Failed(FailureKind::NonFinite { position: 19 }));
-            assert!(reply.tokens.is_empty());
-        }
-        let towards = SamplingParams { logit_bias: vec![(POISON, 1e4)], ..SamplingParams::greedy() };
-        let reply = run(&engine, EngineRequest { sampling: towards, ..greedy(&prompt(3, 20), 9) });
-        assert_eq!(reply.tokens, [POISON]);
-        assert_eq!(reply.reason, EngineFinish::Failed(FailureKind::NonFinite { position: 20 }));
-        for (i, neighbour) in neighbours.into_iter().enumerate() {
-            let expected = alone(&folder, &clean(1 + i as u64, &never)).0;
-            let reply = neighbour.wait();
-            let seen = expected.len() - reply.sampled.len();
-            assert_eq!(seen, usize::from(i == 0), "{}", name(&folder));
-            assert_eq!(reply.sampled, expected[seen..], "{}", name(&folder));
-        }
-        // Nothing that it left is gone on from.
-        let mut long = prompt(10, 150);
-        long[149] = POISON;
-        for _ in 0..2 {
-            let reply = run(&engine, greedy(&long, 9));
-            assert_eq!(reply.reason, EngineFinish::Failed(FailureKind::NonFinite { position: 149 }));
-            assert_eq!(reply.usage.cached_tokens, 0);
-        }
-        drained(&engine);
-        assert_eq!(engine.stats().non_finite, 5);
-    }
-}
-
-struct Panics;
-
-impl Guide for Panics {
-    fn next(&mut self) -> Result<Allowed<'_>, GuideError> {
-        Ok(Allowed::Free)
-    }
-    fn accept(&mut self, _token: u32) -> Result<Verdict, GuideError> {
-        panic!("a guide's bug")
-    }
-}
-
-fn panicked(reply: &Reply, with: &str) -> bool {
-    matches!(&reply.reason, EngineFinish::Failed(FailureKind::Panicked(m)) if m.contains(with))
-}
-
-#[test]
-fn a_panic_in_a_guide_or_a_sink_ends_that_request_only() {
-    let engine = engine(&dense());
-    let neighbour = submit(&engine, drawn(&prompt(1, 40), 60, 5));
-    for _ in 0..3 {
-        let reply = run(&engine, EngineRequest { guide: Some(Box::new(Panics)), ..greedy(&prompt(2, 9), 9) });
-        assert!(panicked(&reply, "a guide's bug"), "{reply:?}");
-        let sink = Box::new(|event| match event {
-            EngineEvent::Token(_) => panic!("a sink's bug"),
-            _ => true,
-        });
-        engine.submit(EngineRequest { sink, ..greedy(&prompt(2, 9), 9) }).unwrap();
-    }
-    assert_eq!(neighbour.wait().sampled, alone(&dense(), &drawn(&prompt(1, 40), 60, 5)).0);
-    drained(&engine);
-    assert_eq!(engine.stats().panics, 6);
-}
-
-/// A pass with this token in it panics, or fails.
-const CURSED: u32 = 79;
-
-#[test]
-fn k06_a_pass_that_fails_costs_the_request_that_it_fails_on() {
-    for threads in [1, 2] {
-        let on = On::Cpu { threads };
-        // On the engine's own thread, and on a worker's in the midst of a pass.
-        let before = Hooks::batch(|_, batch| {
-            assert!(!batch.tokens.contains(&(CURSED as i32)), "cursed");
-        });
-        let cursed = Arc::new(AtomicUsize::new(0));
-        let seen = cursed.clone();
-        let mut within = Hooks::batch(move |_, batch| {
-            seen.store(usize::from(batch.tokens.contains(&(CURSED as i32))), Ordering::SeqCst);
-        });
-        within.verb = Hooks::verb(move |_, verb, s| {
-            assert!(cursed.load(Ordering::SeqCst) == 0, "cursed");
-            verb.run(s);
-        })
-        .verb;
-        for hooks in [before, within] {
-            let engine = start(hooked_runner(&dense(), on, setup(), &hooks));
-            let never = SamplingParams { suppress: vec![CURSED], seed: 4, ..SamplingParams::default() };
-            let clean = |seed| {
-                let tokens: Vec<u32> =
-                    prompt(seed, 30).iter().map(|&t| if t == CURSED { 80 } else { t }).collect();
-                EngineRequest { sampling: never.clone(), ..greedy(&tokens, 50) }
-            };
-            let neighbours = [1, 2, 3].map(|i| submit(&engine, clean(i)));
-            for at in [0, 15, 29] {
-                let mut tokens = clean(8).prompt.tokens;
-                tokens[at] = CURSED;
-                let reply = run(&engine, greedy(&tokens, 9));
-                assert!(panicked(&reply, "cursed"), "{reply:?}");
-            }
-            for (i, neighbour) in neighbours.into_iter().enumerate() {
-                let expected = alone(&dense(), &clean(1 + i as u64));
-                let reply = neighbour.wait();
-                assert_eq!((reply.sampled, reply.reason), (expected.0, EngineFinish::Length));
-            }
-            drained(&engine);
-            let stats = engine.stats();
-            assert!(stats.failed_passes >= 3, "{}", stats.failed_passes);
-            assert_eq!(stats.ends.failed, 3);
-        }
-    }
-}
-
-#[test]
-fn a_pass_that_fails_once_costs_nobody() {
-    let count = Arc::new(AtomicUsize::new(0));
-    let hooks = Hooks::batch(move |_, _| {
-        assert!(count.fetch_add(1, Ordering::SeqCst) % 7 != 6, "this once");
-    });
-    let engine = start(hooked_runner(&dense(), ON, setup(), &hooks));
-    // Alone, a request whose pass fails has nobody to share the blame with.
-    let requests = [1, 2, 3, 4].map(|i| submit(&engine, drawn(&prompt(i, 30), 40, i)));
-    let replies = requests.map(|r| r.wait());
-    let done = replies.iter().filter(|r| r.reason == EngineFinish::Length).count();
-    for (i, reply) in replies.iter().enumerate() {
-        let expected = alone(&dense(), &drawn(&prompt(1 + i as u64, 30), 40, 1 + i as u64)).0;
-        assert_eq!(reply.sampled, expected[..reply.sampled.len()]);
-    }
-    assert!(done >= 1 && engine.stats().failed_passes > 5, "{done}");
-    drained(&engine);
-}
-
-#[test]
 fn shutting_down_ends_every_request_once() {
     for drop_handle in [false, true] {
         let engine = engine(&dense());
@@ -617,26 +355,6 @@ fn prompts_with_soft_rows_are_checked_by_whoever_submits_them() {
     assert!(matches!(engine.submit(request), Err(Error::Length { what: "soft values", .. })));
 }
 
-/// What a score request came to.
-fn scores(
-    engine: &Engine,
-    tokens: &[u32],
-    from: usize,
-    top: usize,
-) -> (Vec<Score>, EngineFinish, EngineUsage) {
-    let (to, events) = std::sync::mpsc::channel();
-    let sink = Box::new(move |event| to.send(event).is_ok());
-    let prompt = Prompt::from(tokens);
-    engine.score(ScoreRequest { prompt, from, top, priority: 0, timeout: None, sink }).unwrap();
-    let mut all = Vec::new();
-    loop {
-        match events.recv_timeout(Duration::from_secs(60)).expect("an event comes") {
-            ScoreEvent::Scores(scores) => all.extend(scores),
-            ScoreEvent::Finished { reason, usage } => return (all, reason, usage),
-        }
-    }
-}
-
 #[test]
 fn scores_are_those_of_a_stepper_in_any_company_and_cost_no_row_twice() {
     for variant in [Variant::Dense, Variant::PerLayerInputs] {
@@ -676,137 +394,13 @@ fn scores_are_those_of_a_stepper_in_any_company_and_cost_no_row_twice() {
         assert_eq!(scores(&engine, &tokens, 120, 0).0, []);
         let refused = |prompt: Prompt, from, top| {
             let sink = Box::new(|_| true);
-            engine.score(ScoreRequest { prompt, from, top, priority: 0, timeout: None, sink }).unwrap_err()
+            engine
+                .score(ScoreRequest { prompt, from, top, steering: None, priority: 0, timeout: None, sink })
+                .unwrap_err()
         };
         assert!(matches!(refused(Prompt::from(&tokens[..]), 0, 0), Error::Zero { what: "score_from" }));
         assert!(matches!(refused(Prompt::from(&tokens[..]), 1, vocab + 1), Error::Sampling(_)));
         assert!(matches!(refused(Prompt::default(), 1, 0), Error::EmptyPrompt));
         drained(&engine);
     }
-}
-
-/// Features of requests and engines, each of which must not change what another does.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Feature {
-    FewPages,
-    Warm,
-    HalfKv,
-    Mask,
-    Penalties,
-    Logprobs,
-    Choices,
-    Leaving,
-    MinTokens,
-    Priorities,
-    Soft,
-    Scores,
-}
-
-const FEATURES: [Feature; 12] = [
-    Feature::FewPages,
-    Feature::Warm,
-    Feature::HalfKv,
-    Feature::Mask,
-    Feature::Penalties,
-    Feature::Logprobs,
-    Feature::Choices,
-    Feature::Leaving,
-    Feature::MinTokens,
-    Feature::Priorities,
-    Feature::Soft,
-    Feature::Scores,
-];
-
-/// Four requests with the features `on`.
-fn featured(on: &[Feature], vocab: usize, hidden: usize) -> Vec<EngineRequest> {
-    let has = |f| on.contains(&f);
-    (0..4u64)
-        .map(|i| {
-            let seed = if has(Feature::Choices) { 20 } else { 20 + i };
-            let mut request = drawn(&prompt(seed, 70 + 9 * (seed as usize - 20)), 60, i);
-            if has(Feature::Penalties) {
-                request.sampling.repetition_penalty = 1.4;
-                request.sampling.frequency_penalty = 0.7;
-            }
-            if has(Feature::Mask) {
-                let mut mask = TokenMask::none(vocab);
-                (0..vocab as u32).filter(|t| t % 3 != 0).for_each(|t| mask.allow(t));
-                request.guide = Some(Box::new(Fixed::mask(mask)));
-            }
-            request.logprobs = has(Feature::Logprobs).then_some(3);
-            if has(Feature::MinTokens) {
-                request.stop_ids = (5..60).collect();
-                request.min_tokens = 17;
-            }
-            if has(Feature::Priorities) {
-                request.priority = i as i8 - 2;
-            }
-            if has(Feature::Soft) {
-                let values = common::drive::values(7, 12 * hidden);
-                let kind = lapidary_engine::SoftKind::Vision;
-                request.prompt.soft.push(lapidary_engine::SoftSpan { start: 25, values, kind });
-            }
-            request
-        })
-        .collect()
-}
-
-fn featured_engine(on: &[Feature], alone: bool) -> Engine {
-    let kv =
-        if on.contains(&Feature::HalfKv) { lapidary_ops::KvFormat::F16 } else { lapidary_ops::KvFormat::F32 };
-    let runner = runner(&dense(), ON, Setup { kv, ..setup() });
-    let mut options = options(&runner);
-    if alone {
-        options.prefix = lapidary_engine::PrefixOptions::off();
-    } else if on.contains(&Feature::FewPages) {
-        options.pages = Some([12, 9]);
-    }
-    Engine::start(runner, options).unwrap()
-}
-
-#[test]
-fn every_pair_of_features_gives_what_each_request_gives_alone() {
-    let mut preempted = 0;
-    for (i, a) in FEATURES.into_iter().enumerate() {
-        for b in FEATURES.into_iter().skip(i + 1) {
-            let on = [a, b];
-            let has = |f| on.contains(&f);
-            let (lonely, engine) = (featured_engine(&on, true), featured_engine(&on, false));
-            let (vocab, hidden) = (engine.config().vocab, engine.config().hidden);
-            let expected: Vec<Reply> =
-                featured(&on, vocab, hidden).into_iter().map(|request| run(&lonely, request)).collect();
-            if has(Feature::Warm) {
-                // The first comes last, so that what it left is there when it comes again.
-                let warming = featured(&on, vocab, hidden).into_iter().rev();
-                warming.for_each(|request| drop(run(&engine, request)));
-            }
-            let pending: Vec<_> =
-                featured(&on, vocab, hidden).into_iter().map(|request| submit(&engine, request)).collect();
-            if has(Feature::Leaving) {
-                for i in 0..3 {
-                    let other = submit(&engine, greedy(&prompt(20 + i, 60), 50));
-                    other.token();
-                    if i == 1 { other.ticket.cancel() } else { other.hang_up() }
-                }
-            }
-            if has(Feature::Scores) {
-                let tokens = prompt(20, 70);
-                let (found, reason, _) = scores(&engine, &tokens, 30, 1);
-                let (alone, _, _) = scores(&lonely, &tokens, 30, 1);
-                assert_eq!((found, reason), (alone, EngineFinish::Length), "{on:?}");
-            }
-            for (i, (pending, expected)) in pending.into_iter().zip(expected).enumerate() {
-                let reply = pending.wait();
-                assert_eq!(reply.sampled, expected.sampled, "{on:?} request {i}");
-                assert_eq!(reply.reason, expected.reason, "{on:?} request {i}");
-            }
-            drained(&engine);
-            let stats = engine.stats().scheduler;
-            preempted += stats.preemptions;
-            // Few pages hold one of the four requests at a time.
-            let warm = has(Feature::Warm) && !has(Feature::FewPages);
-            assert!(!warm || stats.prefix.hits > 0, "{on:?}: {:?}", stats.prefix);
-        }
-    }
-    assert!(preempted > 5, "{preempted} pre-emptions");
 }

@@ -8,6 +8,7 @@
 
 mod common;
 
+use std::ops::ControlFlow;
 use std::path::Path;
 
 use lapidary::synth::{Mix, Size, SynthOptions, write};
@@ -53,6 +54,34 @@ fn run(s: &mut Stepper, prompt: &[u32], given: &[u32]) -> Vec<Vec<f32>> {
     all
 }
 
+/// Steps that the device goes on with by itself give the bits of steps one by one, and one that was too many leaves
+/// nothing behind.
+fn in_one_go(s: &mut Stepper, prompt: &[u32], what: &str) {
+    let bits = |s: &mut Stepper| logits(s).iter().map(|v| v.to_bits()).collect::<Vec<_>>();
+    let steps = 45;
+    s.reset();
+    let mut expected = vec![s.prefill(prompt).expect("the prompt runs")];
+    for step in 0..steps {
+        expected.push(s.decode_step(expected[step], s.cursor()).expect("the step runs"));
+    }
+    let last = bits(s);
+    for stop in [steps, 19] {
+        s.reset();
+        let mut found = vec![s.prefill(prompt).expect("the prompt runs")];
+        let first = found[0];
+        let done = s.decode_many(first, steps, &mut |t| {
+            found.push(t[0]);
+            if found.len() > stop { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+        });
+        assert_eq!(done.expect("the steps run"), stop, "{what}");
+        for step in stop..steps {
+            found.push(s.decode_step(found[step], s.cursor()).expect("the step runs"));
+        }
+        assert_eq!(found, expected, "{what}");
+        assert!(bits(s) == last, "{what}: steps in one go differ from single ones, stop {stop}");
+    }
+}
+
 fn check(size: Size, mix: Mix, layers: usize, limit: f64) {
     if common::gpu().is_none() {
         return;
@@ -76,6 +105,7 @@ fn check(size: Size, mix: Mix, layers: usize, limit: f64) {
     let again = run(&mut fast, &prompt, &given);
     let bits = |runs: &[Vec<f32>]| runs.iter().flatten().map(|v| v.to_bits()).collect::<Vec<_>>();
     assert!(bits(&again) == bits(&found), "{what}: two runs differ");
+    in_one_go(&mut fast, &prompt, &what);
     // Slots, decoded together: near what each is alone.
     fast.alloc_slots(SLOTS, CONTEXT).expect("slots fit");
     let length = |slot: usize| 20 + 3 * slot;

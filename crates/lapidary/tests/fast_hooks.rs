@@ -9,7 +9,7 @@ use std::path::Path;
 use common::drive::{assert_bits, values};
 use lapidary::synth::{Mix, Size, SynthOptions, write};
 use lapidary::{Checkpoint, Compute, Device, LoadOptions, Stepper, load_stepper};
-use lapidary_ops::{SteerEdit, SteerMode, SteerSet, TapPoint};
+use lapidary_ops::{SteerEdit, SteerMode, SteerSet, Tap, TapPoint};
 use lapidary_reference::compare;
 
 /// The shapes differ in what is joined: two branches, per-layer inputs, neither.
@@ -100,19 +100,26 @@ fn a_capture_changes_no_bit_and_is_near_the_float32_modes() {
         assert!(compare(&with[..vocab], &plain[..vocab]).rel_rms < 0.01, "{what}: the prompt's logits");
         use TapPoint::{Attn, Embed, LayerOut, Mlp, Qkv, Routes};
         let early = |p: &&TapPoint| matches!(p, Embed | LayerOut(0) | Attn(0) | Mlp(0) | Qkv(0) | Routes(0));
-        for point in points.iter().filter(early) {
+        // A single layer is the last one.
+        for point in points.iter().filter(|_| layers > 1).filter(early) {
             fast.set_capture(std::slice::from_ref(point));
             assert_bits(&format!("{what}: only {point:?}"), &run(&mut fast, &mut |_| {}), &plain);
         }
         fast.set_capture(&[]);
         drop(fast);
         let (_, expected) = captured(&mut load(&path, Compute::F32));
-        // Routed experts may change places where two are nearly equal; see fast_gpu.rs for the limits.
-        let limit = if size == Size::Moe26b { 0.09 } else { 0.025 };
+        // Twice what was seen at the widest of the points, attention; see fast_gpu.rs.
+        let mut compared = 0;
         for (step, (found, expected)) in found.iter().zip(&expected).enumerate() {
             assert_eq!(found.len(), points.len(), "{what}");
+            // Where two experts are nearly equal, rounding may exchange them, and what follows is that of other experts.
+            let other = (0..layers).find(|&l| chosen(found, l) != chosen(expected, l)).unwrap_or(usize::MAX);
             for e in expected {
                 let f = found.iter().find(|f| f.point == e.point).expect("both have every point");
+                if behind(e.point, other) {
+                    continue;
+                }
+                compared += 1;
                 assert_eq!((f.rows, f.width), (e.rows, e.width), "{what} {:?}", e.point);
                 let (f, e_values) = match e.point {
                     // Behind the queries are keys and values, which the fast kernels leave elsewhere.
@@ -128,12 +135,30 @@ fn a_capture_changes_no_bit_and_is_near_the_float32_modes() {
                 }
                 println!("{what} step {step} {:?}: {report}", e.point);
                 assert!(
-                    report.finite && report.rel_rms <= limit,
+                    report.finite && report.rel_rms <= 0.03,
                     "{what} step {step} {:?}: {report}",
                     e.point
                 );
             }
         }
+        assert!(compared >= 2 * points.len(), "{what}: {compared} of {} compared", 4 * points.len());
+    }
+}
+
+/// The experts that a layer's rows chose, if any.
+fn chosen(taps: &[Tap], layer: usize) -> Option<Vec<f32>> {
+    let routes = taps.iter().find(|t| t.point == TapPoint::Routes(layer))?;
+    Some(routes.values[..routes.width / 2].to_vec())
+}
+
+/// Whether a point depends on what the experts of `layer` did.
+fn behind(point: TapPoint, layer: usize) -> bool {
+    use TapPoint::{Attn, Embed, FinalNorm, LayerOut, Mlp, PerLayer, Qkv, Routes};
+    match point {
+        Embed | PerLayer => false,
+        FinalNorm => layer != usize::MAX,
+        Mlp(l) | LayerOut(l) | Routes(l) => l >= layer,
+        Attn(l) | Qkv(l) => l > layer,
     }
 }
 
@@ -294,6 +319,61 @@ fn rows_of_one_batch_are_steered_each_by_its_own_set() {
     }
     let none = batch([None; 3]);
     assert!(mixed[0] != none[0] && mixed[2] != none[2]);
+}
+
+/// What `bench --profile` and `--trace-file` tell of a GPU: parts that add up to a whole measured for itself, and a trace
+/// whose events lie one after the other on each track.
+#[test]
+fn parts_of_a_gpus_steps_add_up() {
+    if common::gpu().is_none() {
+        return;
+    }
+    let (size, mix, layers) = MODELS[1];
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let path = folder.path().join("model.gguf");
+    write_model(size, mix, layers, &path);
+    for compute in [Compute::Fast, Compute::F32] {
+        let mut s = load(&path, compute);
+        let plain = run(&mut s, &mut |_| {});
+        s.start_profile(true).expect("a GPU has a clock");
+        let start = std::time::Instant::now();
+        let timed = run(&mut s, &mut |_| {});
+        for token in prompt(40, 9) {
+            s.decode_step(token, s.cursor()).expect("the step runs");
+        }
+        let profile = s.take_profile().expect("it was on");
+        let whole = start.elapsed();
+        assert_bits(&format!("{compute:?}: the clock changes nothing"), &timed, &plain);
+        let report = lapidary::timings::Report::new(&profile);
+        println!("{compute:?} {:?}, {:.4} unaccounted\n{}", whole, report.unaccounted(), report.text());
+        assert!(
+            profile.total <= whole && report.unaccounted().abs() < 0.03,
+            "{compute:?}\n{}",
+            report.text()
+        );
+        for class in &report.classes {
+            let phases: f64 = class.phases.iter().map(|p| p.time.total.as_secs_f64()).sum();
+            let device = class.device.total.as_secs_f64();
+            assert!(
+                (phases - device).abs() <= 1e-6 * device,
+                "{compute:?}: phases are the whole of the pass"
+            );
+        }
+        let trace = lapidary::timings::chrome_trace(&profile);
+        let events = trace["traceEvents"].as_array().expect("a list");
+        let mut by_track = std::collections::BTreeMap::<u64, Vec<(f64, f64)>>::new();
+        for e in events.iter().filter(|e| e["ph"] == "X") {
+            let (ts, dur) = (e["ts"].as_f64().expect("a time"), e["dur"].as_f64().expect("a time"));
+            assert!(ts >= 0.0 && dur >= 0.0 && e["name"].is_string(), "{e}");
+            by_track.entry(e["tid"].as_u64().expect("a track")).or_default().push((ts, ts + dur));
+        }
+        assert_eq!(by_track.len(), 3);
+        for (track, spans) in &mut by_track {
+            spans.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.total_cmp(&b.1)));
+            let overlap = spans.windows(2).find(|p| p[1].0 < p[0].1 - 1e-3);
+            assert!(overlap.is_none(), "{compute:?} track {track}: {overlap:?}");
+        }
+    }
 }
 
 /// A measurement: one layer captured, and steered, beside neither; `bench --hooks` is the same for people. Run with

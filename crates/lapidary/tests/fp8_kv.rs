@@ -5,9 +5,10 @@
 mod common;
 
 use common::drive::{TINY, assert_bits, logits, name, tiny_folder, tokens};
-use common::{EVERY, On, Setup, stepper};
+use common::{EVERY, On, Setup, runner, stepper};
 use lapidary::synth::{Mix, Size, SynthOptions, write};
 use lapidary::{Checkpoint, Compute, Device, KvFormat, LoadOptions, Stepper, load_stepper};
+use lapidary_ops::{Batch, PageTable, RowSpan, TailRows};
 use lapidary_reference::compare;
 use lapidary_reference::tiny::Variant;
 
@@ -20,8 +21,67 @@ fn bounded() -> impl Iterator<Item = Variant> {
     TINY.into_iter().filter(|v| *v != Variant::Gemma3)
 }
 
+fn e4m3(code: u8) -> f32 {
+    let (e, m) = (i32::from(code >> 3 & 15), f32::from(code & 7));
+    let size = if e == 0 { m / 512.0 } else { (1.0 + m / 8.0) * 2f32.powi(e - 7) };
+    if code & 128 == 0 { size } else { -size }
+}
+
+/// The first layer's keys and values depend on nothing that was stored, so they are the same in both formats but for the
+/// code: off by half of its last bit, under a scale that is a power of two and reaches what a normed head can hold.
 #[test]
-fn logits_stay_near_and_are_the_same_in_every_cut_and_slot() {
+fn cells_are_the_nearest_codes_under_one_scale_a_side() {
+    for variant in bounded() {
+        let folder = tiny_folder(variant);
+        for on in EVERY.into_iter().filter(|on| *on == On::Cuda) {
+            let page = |kv| {
+                let mut r = runner(&folder, on, Setup { rows: 40, ..setup(kv) });
+                let group = r.model().layers[0].attn.spec.cache.group;
+                let shape = r.plan().groups[group.index()].layers[0];
+                let ids: Vec<i32> = (0..31).map(|i| 3 + i * 6).collect();
+                let table = PageTable { start: 0, count: 1, first_block: 0 };
+                let batch = Batch {
+                    tokens: ids.clone(),
+                    per_layer_tokens: ids,
+                    positions: (0..31).collect(),
+                    visible_to: [(1..32).collect(), (1..32).collect()],
+                    pages: [vec![1], vec![1]],
+                    spans: vec![RowSpan { first_row: 0, rows: 31, tables: [table; 2] }],
+                    heads: vec![30],
+                    ..Batch::default()
+                };
+                let layers = r.model().layers.len();
+                r.run(&batch, &batch.shape(layers, TailRows::Heads)).unwrap();
+                let mut bytes = Vec::new();
+                r.page_read(group, 1, &mut bytes).unwrap();
+                (shape, bytes)
+            };
+            let ((shape, exact), (_, codes)) = (page(KvFormat::F32), page(KvFormat::Fp8));
+            let side = shape.kv_heads * 32 * shape.head_dim;
+            let exact: Vec<f32> =
+                exact.as_chunks::<4>().0.iter().take(2 * side).map(|b| f32::from_le_bytes(*b)).collect();
+            for (which, (exact, codes)) in exact.chunks(side).zip(codes.chunks(side)).enumerate() {
+                // Half a unit in the last place of a normal code is 2^-4 of it, of the others 2^-10 of the scale.
+                let fits = |scale: f32| {
+                    let near =
+                        |(e, c): (&f32, &u8)| (e4m3(*c) * scale - e).abs() <= e.abs() / 16.0 + scale / 1024.0;
+                    exact.iter().zip(codes).all(near)
+                };
+                let scales: Vec<f32> = (-24..8).map(|n| 2f32.powi(n)).filter(|&s| fits(s)).collect();
+                let what = format!("{} side {which}", name(&folder));
+                let most = exact.iter().fold(0.0f32, |m, v| m.max(v.abs()));
+                assert!(scales.len() == 1 && most <= 448.0 * scales[0], "{what}: {scales:?}, up to {most}");
+                if which == 1 {
+                    let bound = (shape.head_dim as f32).sqrt() / 448.0;
+                    assert!(scales[0] >= bound && scales[0] < 2.0 * bound, "{what}: {scales:?}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn logits_are_the_same_in_every_cut_and_slot() {
     for variant in bounded() {
         let folder = tiny_folder(variant);
         for on in EVERY.into_iter().filter(|on| *on == On::Cuda) {
@@ -41,11 +101,10 @@ fn logits_stay_near_and_are_the_same_in_every_cut_and_slot() {
             for rows in [1, 7] {
                 assert_bits(&format!("{what} {rows} rows"), &run(KvFormat::Fp8, rows).1, &whole);
             }
-            // A code is off by 2^-4 at most, 2^-5 or so in the mean square; attention is a part of the residual.
             let vocab = whole.len() / 6;
             let report = compare(&whole[..vocab], &run(KvFormat::F32, 16).1[..vocab]);
             println!("{what}: {report}");
-            assert!(report.finite && report.rel_rms > 0.0 && report.rel_rms <= 0.0625, "{what}: {report}");
+            assert!(report.finite && report.rel_rms > 0.0, "{what}: {report}");
             // A slot is a run of pages.
             let mut s = stepper(&folder, on, setup(KvFormat::Fp8));
             s.alloc_slots(3, 90).unwrap();

@@ -8,6 +8,8 @@
     reason = "each file brings the module of models that it uses when it is built alone"
 )]
 
+#[path = "ahead.rs"]
+mod ahead;
 #[path = "capture.rs"]
 mod capture;
 #[path = "config.rs"]
@@ -32,6 +34,8 @@ mod hard_cases_a;
 mod hard_cases_b;
 #[path = "hard_cases_h.rs"]
 mod hard_cases_h;
+#[path = "pebble_gpu.rs"]
+mod pebble_gpu;
 #[path = "plan_gpu.rs"]
 mod plan_gpu;
 #[path = "refusals.rs"]

@@ -28,6 +28,10 @@ fn models(scratch: &Path) -> Vec<PathBuf> {
 }
 
 fn plan_of(checkpoint: &Checkpoint, options: &LoadOptions) -> (Config, MemoryPlan) {
+    plan_within(checkpoint, options, None)
+}
+
+fn plan_within(checkpoint: &Checkpoint, options: &LoadOptions, memory: Option<u64>) -> (Config, MemoryPlan) {
     let config = Config::from_checkpoint(checkpoint).expect("config is read");
     let context = options.context_for(&config);
     let limits = Limits { rows: options.chunk.clamp(1, context), head_rows: options.head_rows };
@@ -39,7 +43,7 @@ fn plan_of(checkpoint: &Checkpoint, options: &LoadOptions) -> (Config, MemoryPla
         compute: options.compute,
         device: options.device,
         requantise: options.requantise,
-        memory: None,
+        memory,
     };
     let plan = MemoryPlan::new(checkpoint, &config, &plan);
     (config, plan)
@@ -98,6 +102,45 @@ fn a_plan_equals_the_allocation() {
                 "{total} {plan:?}"
             );
         }
+    }
+}
+
+/// Experts that are too many for the memory stay in the file, layer by layer, and tokens are the same.
+#[test]
+fn too_little_memory_for_the_experts_gives_the_same_tokens() {
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/pebble-moe-q8_0.gguf");
+    let checkpoint = Checkpoint::open(&file).expect("checkpoint opens");
+    let options = options(Compute::Fast);
+    let (config, all) = plan_of(&checkpoint, &options);
+    assert!(all.paged.is_none() && all.packed_experts().is_none());
+    let (_, none) = plan_within(&checkpoint, &options, Some(1));
+    let nothing_packed = none.paged.expect("one byte is too little");
+    assert_eq!((nothing_packed.layers, nothing_packed.packed_layers), (config.layers.len(), 0));
+    assert_eq!(none.total(), all.total() - nothing_packed.bytes);
+    // A budget of all but a byte leaves half the room for experts to packed ones.
+    let (_, half) = plan_within(&checkpoint, &options, Some(all.total() - 1));
+    let some_packed = half.paged.expect("a byte is missing");
+    assert_eq!(some_packed.layers + some_packed.packed_layers, config.layers.len());
+    assert!(some_packed.packed_layers > 0 && some_packed.bytes >= nothing_packed.bytes / 2);
+    let mut expected: Option<(Vec<u32>, u64)> = None;
+    for plan in [all, half, none] {
+        let options = LoadOptions { packed_experts: plan.packed_experts(), ..options.clone() };
+        let mut stepper = load_stepper(&checkpoint, &options, &mut |_| {}).expect("model loads");
+        let held = stepper.runner().memory();
+        let prompt: Vec<u32> = (0..97).map(|i| i * 5 % 199).collect();
+        let mut tokens = vec![stepper.prefill(&prompt).expect("the prompt runs")];
+        for _ in 0..40 {
+            let at = stepper.cursor();
+            tokens.push(stepper.decode_step(*tokens.last().expect("one"), at).expect("a step runs"));
+        }
+        // Matrices that are always read in place are mapped anyway.
+        let (same, in_place) = expected.get_or_insert_with(|| (tokens.clone(), held.mapped as u64));
+        assert_eq!(same, &tokens, "{:?}", plan.paged);
+        // Packed ones are whole tiles, which tells the two a little apart.
+        let (paged, mapped) = (plan.paged.map_or(0, |p| p.bytes), held.mapped as u64 - *in_place);
+        assert!(mapped >= paged * 9 / 10 && mapped <= paged * 11 / 10, "{mapped} of {paged} mapped");
+        let owned = plan.weight_bytes() - paged - *in_place;
+        assert!((held.weights as u64).abs_diff(owned) <= owned / 50, "{} of {owned} owned", held.weights);
     }
 }
 

@@ -38,7 +38,8 @@ fn what_is_held_on_a_gpu_is_within_the_plan() {
             let config = Config::from_checkpoint(&checkpoint).expect("config is read");
             let limits = Limits { rows: options.chunk, head_rows: options.head_rows };
             let (kv, device) = ([kv; 2], options.device);
-            let plan = PlanOptions { context: 331, sequences: 1, limits, kv, compute, device, requantise };
+            let (context, sequences, memory) = (331, 1, None);
+            let plan = PlanOptions { context, sequences, limits, kv, compute, device, memory, requantise };
             let plan = MemoryPlan::new(&checkpoint, &config, &plan);
             let mut s = load_stepper(&checkpoint, &options, &mut |_| {}).expect("the model loads");
             let loaded = s.runner().memory();
@@ -64,6 +65,49 @@ fn what_is_held_on_a_gpu_is_within_the_plan() {
                 "{what}: the rest"
             );
             assert!(held.weights + held.activations + held.kv <= plan.total() as usize, "{what}");
+        }
+    }
+}
+
+/// A measurement: how fast weights get to the device, from a file in memory, and how soon the first token comes. Run with
+/// `--ignored --nocapture`; `LAPIDARY_LOAD_LAYERS` says how many layers of 26B-A4B the file has (30 are 27 GB).
+#[test]
+#[ignore = "a measurement"]
+fn how_fast_weights_load() {
+    if common::gpu().is_none() {
+        return;
+    }
+    let layers: usize = std::env::var("LAPIDARY_LOAD_LAYERS").ok().and_then(|n| n.parse().ok()).unwrap_or(6);
+    for (mix, layers, requantise) in
+        [(Mix::Q8_0, layers, Requantise::default()), (Mix::Bf16, layers.div_ceil(4), Requantise::fp8())]
+    {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let path = folder.path().join("model.gguf");
+        let options = SynthOptions { layers: Some(layers), seed: 7, ..SynthOptions::default() };
+        let clock = std::time::Instant::now();
+        write(Size::Moe26b, mix, &path, &options, &mut |_, _| {}).expect("the file is written");
+        let written = clock.elapsed().as_secs_f64();
+        let bytes = std::fs::metadata(&path).expect("it is there").len() as f64;
+        for again in 0..2 {
+            let clock = std::time::Instant::now();
+            let checkpoint = Checkpoint::open(&path).expect("the file opens");
+            let options = LoadOptions {
+                context: Some(4096),
+                requantise,
+                device: Device::Cuda { ordinal: 0 },
+                ..LoadOptions::default()
+            };
+            let mut s = load_stepper(&checkpoint, &options, &mut |_| {}).expect("the model loads");
+            let loaded = clock.elapsed().as_secs_f64();
+            s.prefill(&[5, 6, 7]).expect("the prompt runs");
+            let first = clock.elapsed().as_secs_f64();
+            println!(
+                "26b {} {layers} layers, load {again}: {:.2} GB (written in {written:.1} s) in {loaded:.2} s, {:.2} GB/s; first token {:.2} s later",
+                mix.name(),
+                bytes / 1e9,
+                bytes / 1e9 / loaded,
+                first - loaded
+            );
         }
     }
 }

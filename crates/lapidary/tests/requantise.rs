@@ -17,9 +17,18 @@ use lapidary_weights::export::{Layout, export};
 const LIMITS: Limits = Limits { rows: 16, head_rows: 4 };
 
 fn load(path: &Path, on: On, requantise: Requantise) -> Result<Stepper, lapidary_model::Error> {
+    load_scaled(path, on, requantise, EmbedScale::Auto)
+}
+
+fn load_scaled(
+    path: &Path,
+    on: On,
+    requantise: Requantise,
+    embed_scale: EmbedScale,
+) -> Result<Stepper, lapidary_model::Error> {
     let checkpoint = Checkpoint::open(path).expect("checkpoint opens");
     let mut backend = on.backend();
-    let options = BuildOptions { limits: LIMITS, embed_scale: EmbedScale::Auto, requantise };
+    let options = BuildOptions { limits: LIMITS, embed_scale, requantise };
     let config = common::config(&checkpoint);
     let model = Model::build(config, &checkpoint, backend.as_mut(), &options, &mut |_| {})?;
     let kv = [Setup::default().kv; 2];
@@ -84,8 +93,10 @@ fn q8_0_is_the_bits_of_the_converted_file() {
         let options = ConvertOptions { types: Types::All(Format::Q8_0), ..ConvertOptions::new(Format::Q8_0) };
         to_gguf(&checkpoint, &path, &options).expect("it converts");
         for on in EVERY {
-            let expected = run(&mut load(&path, on, Requantise::default()).expect("the file loads"));
-            let found = run(&mut load(&source, on, Requantise::q8_0()).expect("the source loads"));
+            // An embedding whose rows are not whole blocks stays bf16, whose scale depends on the kind of file.
+            let load = |path, requantise| load_scaled(path, on, requantise, EmbedScale::F32);
+            let expected = run(&mut load(&path, Requantise::default()).expect("the file loads"));
+            let found = run(&mut load(&source, Requantise::q8_0()).expect("the source loads"));
             assert_bits(&format!("{variant:?} {on:?}"), &found, &expected);
         }
     }
@@ -100,7 +111,7 @@ fn what_is_quantised_already_is_refused_by_name() {
     assert!(error.contains("already") && error.contains("layers.0"), "{error}");
 }
 
-/// The plan knows what will be loaded: 31B in bf16 is 59 GB, in FP8 31 GB, of which the bf16 head is 2.8.
+/// The plan knows what will be loaded.
 #[test]
 fn a_plan_counts_what_is_loaded() {
     let source = tiny_folder(Variant::Dense);
@@ -115,6 +126,7 @@ fn a_plan_counts_what_is_loaded() {
             compute: Compute::F32,
             device: Device::Cpu,
             requantise,
+            memory: None,
         };
         MemoryPlan::new(&checkpoint, &config, &options)
     };
@@ -124,6 +136,8 @@ fn a_plan_counts_what_is_loaded() {
         let (planned, held) = (plan(requantise).weight_bytes() as f64, (held.weights + held.mapped) as f64);
         // Scales are counted as float32; how a backend keeps them is its own.
         assert!((planned / held - 1.0).abs() < 0.02, "{requantise:?}: planned {planned}, held {held}");
-        assert!(planned < plan(Requantise::default()).weight_bytes() as f64);
+        // Rows that are no whole blocks of 32 stay as they are.
+        let plain = plan(Requantise::default()).weight_bytes() as f64;
+        assert!(planned < plain || requantise == Requantise::q8_0() && planned == plain, "{requantise:?}");
     }
 }

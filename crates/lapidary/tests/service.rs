@@ -382,6 +382,40 @@ fn tool_choice_forces_or_forbids() {
 }
 
 #[test]
+fn f05_a_call_that_a_grammar_holds_is_told_while_it_is_written() {
+    let said = ids(CALL);
+    let mut strict = with_tools(ask("q"));
+    strict.input.tools[0]["function"]["strict"] = json!(true);
+    let mut required = with_tools(ask("q"));
+    required.tool_choice = ToolChoice::Required;
+    for request in [strict, required] {
+        let mut reply = said.clone();
+        reply.extend(tokenizer().specials().tool_response_open);
+        let (service, _) = says(vec![reply]);
+        let (whole, events) = run(&service, request.clone());
+        let expected = r#"{"city":"Paris, \"FR\" {x}","days":3}"#;
+        assert_eq!(whole.calls[0].1.arguments, expected);
+        assert_eq!((whole.reason, whole.unparsed_calls), (Some(FinishKind::ToolCalls), 0));
+        let deltas = events.iter().filter(|e| matches!(e, ServiceEvent::CallArguments { .. })).count();
+        assert!(deltas > 4, "{events:?}");
+        // Cut by a limit, it stays as far as it was told; before its name is known it is text.
+        for length in 1..said.len() {
+            let mut request = request.clone();
+            request.generation.max_tokens = Some(length);
+            let (whole, _) = run(&service, request);
+            assert_eq!((whole.reason, whole.unparsed_calls), (Some(FinishKind::Length), 1), "{length}");
+            match whole.calls.first() {
+                Some((_, call)) => {
+                    assert_eq!((call.name.as_str(), whole.text.as_str()), ("get_weather", ""));
+                    assert!(expected.starts_with(&call.arguments), "{length}: {}", call.arguments);
+                }
+                None => assert!(length == 1 || whole.text.starts_with("call"), "{length}: {:?}", whole.text),
+            }
+        }
+    }
+}
+
+#[test]
 fn a_forced_call_comes_behind_the_thought() {
     let reply = format!("<|channel>thought\nwhich tool\n<channel|>{CALL}<turn|>");
     let mut request = thinking(with_tools(ask("q")));

@@ -1,17 +1,24 @@
 //! The service over the real engine and the built-in model: what a client of the library sees, and all pairs of features
 //! that could be in each other's way.
 
+use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use lapidary::capture::{Captured, Values};
 use lapidary::service::{
     ChatRequest, CompletionPrompt, CompletionRequest, FinishKind, Format, GenerationParams, Markers,
-    ParallelCalls, Reply, Service, ServiceEvent, ServiceOptions, ToolChoice, WholeReply, choice_seed,
+    ParallelCalls, PromptToken, Reply, RequestError, Service, ServiceEvent, ServiceOptions, ToolChoice,
+    WholeReply, choice_seed,
 };
+use lapidary::steering::{ControlVector, SteerSpec};
 use lapidary::{ChatInput, Checkpoint, KvFormat, LoadOptions};
 use serde_json::{Value, json};
 
 const PATIENCE: Duration = Duration::from_secs(60);
+/// Width of the model's residual stream.
+const HIDDEN: usize = 256;
 
 fn start(load: LoadOptions, options: ServiceOptions) -> Service {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/pebble-moe-q8_0.gguf");
@@ -306,9 +313,13 @@ struct Case {
     n: usize,
     cancel: bool,
     stream: bool,
+    steering: bool,
+    capture: bool,
+    prompt_logprobs: bool,
 }
 
-/// All combinations of what a request can ask for that could be in each other's way.
+/// All combinations of five things that a request can ask for and that could be in each other's way. The other three are
+/// sums of these without carry, so that every two of all eight meet in each of their four ways.
 fn cases() -> Vec<Case> {
     let mut all = Vec::new();
     for bits in 0..32 {
@@ -320,11 +331,24 @@ fn cases() -> Vec<Case> {
             n: if on(3) { 3 } else { 1 },
             cancel: false,
             stream: on(4),
+            steering: on(0) ^ on(1) ^ on(2),
+            capture: on(2) ^ on(3) ^ on(4),
+            prompt_logprobs: on(0) ^ on(3),
         });
     }
     for stream in [false, true] {
         for (schema, thinking) in [(false, false), (true, true)] {
-            all.push(Case { schema, thinking, penalties: true, n: 3, cancel: true, stream });
+            all.push(Case {
+                schema,
+                thinking,
+                penalties: true,
+                n: 3,
+                cancel: true,
+                stream,
+                steering: stream,
+                capture: !stream,
+                prompt_logprobs: thinking,
+            });
         }
     }
     all
@@ -347,6 +371,18 @@ fn request_of(case: Case, index: usize) -> ChatRequest {
         request.generation.presence_penalty = Some(0.5);
         request.generation.frequency_penalty = Some(0.25);
     }
+    if case.steering {
+        // Two kinds, so that differently steered requests share a batch.
+        let vector = ControlVector::new("v", BTreeMap::from([(1 + index % 2, wave(index % 2))])).unwrap();
+        request.generation.vectors = vec![Arc::new(vector)];
+        request.generation.steering = vec![SteerSpec { strength: 0.5, ..SteerSpec::new("v") }];
+    }
+    if case.capture {
+        request.generation.capture = Some("layers=1,positions=last,what=hidden+routes".parse().unwrap());
+    }
+    if case.prompt_logprobs {
+        request.generation.prompt_logprobs = Some(2);
+    }
     if case.thinking {
         request = thinking(request);
         request.thinking_budget = Some(20);
@@ -354,8 +390,13 @@ fn request_of(case: Case, index: usize) -> ChatRequest {
     if case.schema { formatted(request) } else { request }
 }
 
-/// What came of a request: text, thought, tokens of each choice.
-type Outcome = Vec<(String, String, usize)>;
+/// A direction as wide as the model.
+fn wave(phase: usize) -> Vec<f32> {
+    (0..HIDDEN).map(|i| ((i * (3 + phase)) as f32).sin()).collect()
+}
+
+/// What came of a request: text, thought, tokens, captures and the prompt's probabilities of each choice.
+type Outcome = Vec<(String, String, usize, Vec<Captured>, Vec<PromptToken>)>;
 
 fn outcome_of(replies: Vec<Reply>, case: Case) -> Outcome {
     let mut out = Vec::new();
@@ -374,13 +415,17 @@ fn outcome_of(replies: Vec<Reply>, case: Case) -> Outcome {
             check_person(&whole.text);
         }
         assert!(!case.thinking || whole.usage.reasoning_tokens <= 20, "{case:?}");
-        out.push((whole.text, whole.thought, whole.usage.completion_tokens));
+        assert_eq!(whole.captured.len(), if case.capture { 4 } else { 0 }, "{case:?}");
+        let scored = if case.prompt_logprobs && whole.index == 0 { whole.usage.prompt_tokens } else { 0 };
+        assert_eq!(whole.prompt.len(), scored, "{case:?}");
+        let tokens = whole.usage.completion_tokens;
+        out.push((whole.text, whole.thought, tokens, whole.captured, whole.prompt));
     }
     out
 }
 
-/// Prefix x KV format, schema x thinking, cancel x stream, penalties x n, pre-emption x prefix, and with them all other
-/// pairs: each request gives in company, over kept prefixes, pre-empted and beside cancelled ones, what it gives alone on
+/// Prefix x KV format, schema x thinking, cancel x stream, penalties x n, pre-emption x prefix, steering x prefix, capture x
+/// stream, steering x n, capture x pre-emption, and with them all other pairs: each request gives in company, over kept prefixes, pre-empted and beside cancelled ones, what it gives alone on
 /// an engine without any of that.
 #[test]
 fn all_pairs_of_features_give_what_each_request_gives_alone() {
@@ -390,6 +435,7 @@ fn all_pairs_of_features_give_what_each_request_gives_alone() {
         let plain = ServiceOptions {
             prefix: lapidary::service::PrefixOptions::off(),
             sequences: 4,
+            inline_vectors: true,
             ..ServiceOptions::default()
         };
         let alone = start(load(), plain.clone());
@@ -428,7 +474,7 @@ fn all_pairs_of_features_give_what_each_request_gives_alone() {
                 }
                 wait_until_idle(&service);
                 let stats = service.stats().engine;
-                assert_eq!(stats.ends.failed, 0);
+                assert_eq!((stats.ends.failed, stats.steering_sets), (0, 0));
                 assert_eq!(
                     stats.scheduler.preemptions > 0,
                     tight,
@@ -440,6 +486,144 @@ fn all_pairs_of_features_give_what_each_request_gives_alone() {
             }
         }
     }
+}
+
+#[test]
+fn vectors_of_a_folder_are_named_in_requests_and_what_cannot_be_is_refused_by_its_field() {
+    let folder = tempfile::tempdir().unwrap();
+    let write = |name: &str, layer: usize, width: usize| {
+        let vector = ControlVector::new(name, BTreeMap::from([(layer, wave(0)[..width].to_vec())])).unwrap();
+        vector.write(&folder.path().join(name)).unwrap();
+    };
+    write("owls.safetensors", 2, HIDDEN);
+    write("foxes.gguf", 1, HIDDEN);
+    std::fs::write(folder.path().join("notes.txt"), "no vector").unwrap();
+    let vectors = Some(folder.path().to_owned());
+    let options = || ServiceOptions {
+        vectors: vectors.clone(),
+        max_capture_bytes: 40_000,
+        ..ServiceOptions::default()
+    };
+    let service = start(load(), options());
+    assert_eq!(service.vector_names(), ["foxes", "owls"]);
+
+    let story = || {
+        let mut request = ask("Tell me a story about Zoe.");
+        request.generation.max_tokens = Some(30);
+        request
+    };
+    let plain = one(&service, story());
+    let steered = |spec: SteerSpec| {
+        let mut request = story();
+        request.generation.steering = vec![spec];
+        request
+    };
+    let owls = one(&service, steered(SteerSpec { strength: 3.0, ..SteerSpec::new("owls") }));
+    assert_ne!(owls.text, plain.text);
+    let off = one(&service, steered(SteerSpec { strength: 0.0, ..SteerSpec::new("owls") }));
+    assert_eq!(off.text, plain.text);
+
+    let refused = |request: ChatRequest| match service.chat(request).unwrap_err() {
+        RequestError::BadRequest { field, message } => format!("{field}: {message}"),
+        other => panic!("{other}"),
+    };
+    for (spec, expected) in [
+        (SteerSpec::new("bears"), "steering[0].vector: no vector is named \"bears\"; there are foxes, owls"),
+        (SteerSpec { layers: Some("0".parse().unwrap()), ..SteerSpec::new("owls") }, "steering[0]: "),
+        (SteerSpec { layers: Some("77".parse().unwrap()), ..SteerSpec::new("owls") }, "steering[0]: "),
+        (SteerSpec { strength: f32::NAN, ..SteerSpec::new("owls") }, "steering[0]: steering strength is NaN"),
+        (SteerSpec { to: Some(1.0), ..SteerSpec::new("owls") }, "steering[0]: steering to is 1"),
+    ] {
+        let found = refused(steered(spec));
+        assert!(found.starts_with(expected), "{found}");
+    }
+    let mut own = steered(SteerSpec::new("mine"));
+    own.generation.vectors =
+        vec![Arc::new(ControlVector::new("mine", BTreeMap::from([(1, wave(0))])).unwrap())];
+    assert!(refused(own).starts_with("steering[0].vector: vectors inside requests are not taken"));
+    let mut many = story();
+    many.generation.steering = vec![SteerSpec::new("owls"); 65];
+    assert!(refused(many).starts_with("steering: 65 vectors"));
+
+    let capturing = |spec: &str, n: usize| {
+        let mut request = story();
+        request.generation.capture = Some(spec.parse().unwrap());
+        request.generation.n = n;
+        request
+    };
+    for (spec, n, expected) in [
+        ("layers=99", 1, "capture: capture names layer 99"),
+        ("positions=900-1000", 1, "capture.positions: 900-1000 are no positions"),
+        (
+            "layers=0,positions=generated",
+            2,
+            "capture: 30 positions of 1024 bytes in 2 replies make 61440 bytes, at most 40000",
+        ),
+    ] {
+        let found = refused(capturing(spec, n));
+        assert!(found.starts_with(expected), "{found}");
+    }
+    let whole = one(&service, capturing("layers=0,positions=generated", 1));
+    assert_eq!(whole.text, plain.text, "a capture changes nothing");
+    // The last token is never run.
+    assert_eq!((whole.captured[0].name.as_str(), &whole.captured[0].shape), ("positions", &vec![29]));
+    assert_eq!((whole.captured[1].name.as_str(), &whole.captured[1].shape), ("hidden.0", &vec![29, HIDDEN]));
+    let Values::F32(values) = &whole.captured[1].values else { panic!("activations are float32") };
+    assert!(values.iter().all(|v| v.is_finite()));
+
+    // A folder that does not do is told at the start.
+    write("short.safetensors", 1, HIDDEN - 1);
+    let checkpoint =
+        Checkpoint::open(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/pebble-moe-q8_0.gguf"))
+            .unwrap();
+    let error = Service::start(&checkpoint, &load(), options(), &mut |_| {}).unwrap_err().to_string();
+    assert!(error.contains("255") && error.contains("256"), "{error}");
+}
+
+#[test]
+fn a_prompt_is_told_token_by_token_with_its_probabilities() {
+    let service = pebble();
+    let request = |max_tokens, n| CompletionRequest {
+        prompt: CompletionPrompt::Text("Once upon a time there was".to_owned()),
+        generation: GenerationParams {
+            max_tokens: Some(max_tokens),
+            prompt_logprobs: Some(2),
+            n,
+            ..greedy()
+        },
+        ..CompletionRequest::default()
+    };
+    let plain = service.complete(CompletionRequest {
+        generation: GenerationParams { prompt_logprobs: None, ..request(5, 1).generation },
+        ..request(5, 1)
+    });
+    let plain = plain.unwrap().remove(0).collect_blocking().unwrap();
+    for (max_tokens, n) in [(5, 1), (5, 3), (0, 1)] {
+        for (i, reply) in service.complete(request(max_tokens, n)).unwrap().into_iter().enumerate() {
+            let whole = reply.collect_blocking().unwrap();
+            assert_eq!(whole.text, if max_tokens == 0 { "" } else { &plain.text });
+            if i > 0 {
+                assert!(whole.prompt.is_empty());
+                continue;
+            }
+            assert_eq!((whole.prompt.len(), whole.usage.cached_tokens), (whole.usage.prompt_tokens, 0));
+            let spelled: String = whole.prompt[1..].iter().map(|t| t.text.as_str()).collect();
+            assert_eq!((spelled.as_str(), whole.prompt[0].logprob), ("Once upon a time there was", None));
+            for token in &whole.prompt[1..] {
+                assert!(token.logprob.unwrap() <= token.top[0].logprob && token.top.len() == 2, "{token:?}");
+            }
+            // The model knows the phrase.
+            assert!(whole.prompt.last().unwrap().logprob.unwrap() > -1.0, "{:?}", whole.prompt);
+        }
+    }
+    let mut none = request(0, 1);
+    none.generation.prompt_logprobs = None;
+    let Err(RequestError::BadRequest { field, .. }) = service.complete(none) else { panic!("refused") };
+    assert_eq!(field, "max_tokens");
+    let Err(RequestError::BadRequest { field, .. }) = service.complete(request(0, 2)) else {
+        panic!("refused")
+    };
+    assert_eq!(field, "n");
 }
 
 #[test]

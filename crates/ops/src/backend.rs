@@ -173,7 +173,14 @@ pub trait Backend: Send + fmt::Debug {
         }
     }
 
-    /// Takes the next pass's data. The batch has passed [`Batch::check`] and [`Batch::check_steer`].
+    /// Whether rows of a batch may [follow](Batch::follows) the pass before: then one more pass may be uploaded and run
+    /// while that one is not collected, and the device takes the tokens of such rows from what it chose.
+    fn follows(&self) -> bool {
+        false
+    }
+
+    /// Takes the next pass's data. The batch has passed [`Batch::check`] and [`Batch::check_steer`], and no row of it
+    /// follows the pass before unless the backend [follows](Backend::follows).
     fn upload(&mut self, batch: &Batch) -> Result<()>;
 
     /// Carries out `program`, a straight-line function of the model and `shape`. Returns once the work is

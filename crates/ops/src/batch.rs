@@ -31,6 +31,10 @@ pub struct Batch {
     pub heads: Vec<i32>,
     /// What the pass copies out beside the logits.
     pub taps: TapSet,
+    /// For each row the head row of the pass before whose chosen token is this row's, or -1 for a row whose token stands
+    /// in `tokens`; empty when every token does. Rows that follow have any valid id there. Only for a backend that
+    /// [follows](crate::Backend::follows).
+    pub follows: Vec<i32>,
     /// The steering set of each row, -1 for none; empty when no row is steered. Sets are given to the device with
     /// [`Backend::steer_set`](crate::Backend::steer_set).
     pub steer: Vec<i32>,
@@ -122,6 +126,8 @@ pub enum BatchError {
     Head { row: i32 },
     #[error("soft row {row} is outside the batch or its values are missing or not finite")]
     Soft { row: i32 },
+    #[error("row {row} follows head row {follows} of the pass before, which chose {chosen} tokens")]
+    Follows { row: usize, follows: i32, chosen: usize },
     #[error("row {row} asks for steering set {set}, which the device does not hold")]
     Steer { row: usize, set: i32 },
 }
@@ -139,6 +145,7 @@ impl Batch {
         self.soft_values.clear();
         self.heads.clear();
         self.taps.points.clear();
+        self.follows.clear();
         self.steer.clear();
     }
 
@@ -197,6 +204,9 @@ impl Batch {
         if !self.steer.is_empty() && self.steer.len() != rows {
             return Err(BatchError::Length { column: "steer", found: self.steer.len(), rows });
         }
+        if !self.follows.is_empty() && self.follows.len() != rows {
+            return Err(BatchError::Length { column: "follows", found: self.follows.len(), rows });
+        }
         let mut next = 0;
         for span in &self.spans {
             if span.first_row != next || span.rows == 0 || span.rows > rows - next {
@@ -238,6 +248,17 @@ impl Batch {
             }
         }
         Ok(())
+    }
+
+    /// Checks that rows follow head rows of a pass that chose `chosen` tokens.
+    ///
+    /// # Errors
+    /// `Follows` for the first row that follows another.
+    pub fn check_follows(&self, chosen: usize) -> Result<(), BatchError> {
+        match self.follows.iter().position(|&f| f < -1 || f >= chosen as i32) {
+            None => Ok(()),
+            Some(row) => Err(BatchError::Follows { row, follows: self.follows[row], chosen }),
+        }
     }
 
     /// The row of the batch that row `row` of a capture is: a capture taken after the tail was cut holds head rows

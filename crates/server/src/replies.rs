@@ -19,6 +19,17 @@ pub struct Replies {
     watch: Watch,
 }
 
+impl Drop for Replies {
+    fn drop(&mut self) {
+        // What was made for nobody is counted as well.
+        for reply in self.replies.iter().flatten() {
+            let (tokens, thoughts) = reply.made();
+            self.watch.usage.completion_tokens += tokens;
+            self.watch.usage.reasoning_tokens += thoughts;
+        }
+    }
+}
+
 impl Replies {
     /// The replies, numbered by their order.
     pub fn new(replies: Vec<Reply>, mut watch: Watch) -> Self {

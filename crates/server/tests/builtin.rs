@@ -262,6 +262,36 @@ fn k08_usage_is_the_same_after_a_cache_hit_in_both_modes() {
 }
 
 #[test]
+fn k08_a_reply_that_its_client_left_is_counted_as_far_as_it_was_made() {
+    run(async {
+        use axum::body::Body;
+        use http_body_util::BodyExt;
+        let app = app();
+        let mut body = ask(STORY, json!({ "max_tokens": 400, "ignore_eos": true, "stream": true }));
+        body["n"] = json!(2);
+        let request = axum::http::Request::post(CHAT).header("content-type", "application/json");
+        let request = request.body(Body::from(body.to_string())).expect("a plain request");
+        let mut reply = router(app.clone()).oneshot(request).await.unwrap().into_body();
+        // Some frames, then nobody reads any more.
+        let mut text = String::new();
+        while text.matches("\"content\":\"").count() < 8 {
+            text += std::str::from_utf8(&reply.frame().await.unwrap().unwrap().into_data().unwrap()).unwrap();
+        }
+        drop(reply);
+        let page =
+            router(app).oneshot(axum::http::Request::get("/metrics").body(Body::empty()).unwrap()).await;
+        let page = page.unwrap().into_body().collect().await.unwrap().to_bytes();
+        let page = String::from_utf8(page.to_vec()).unwrap();
+        let of = |name: &str| -> f64 {
+            let line = page.lines().find(|line| line.starts_with(&format!("lapidary_{name}{{"))).expect(name);
+            line.rsplit(' ').next().unwrap().parse().unwrap()
+        };
+        assert!(of("prompt_tokens_total") > 5.0, "{page}");
+        assert!((6.0..800.0).contains(&of("generation_tokens_total")), "{page}");
+    });
+}
+
+#[test]
 fn top_logprobs_are_the_likeliest_and_agree_with_the_choice() {
     run(async {
         let reply =

@@ -26,4 +26,4 @@ pub use stops::StopStrings;
 pub use stream::StreamDecoder;
 pub use template::{Builtin, ChatInput, ChatTemplate, fold_tool_messages, parse_call_arguments};
 pub use tokenizer::{GgufVocab, SpecialIds, Specials, Strings, Tokenizer};
-pub use tools::{CallText, ToolCall, Tools};
+pub use tools::{CallText, ToolCall, Tools, Written};

@@ -9,7 +9,8 @@
 //! ```
 //!
 //! A call is handed out when it is closed and parsed, its name first: what a client has been told about a call cannot be
-//! taken back, and one that is cut off or garbled must come out as text instead.
+//! taken back, and one that is cut off or garbled must come out as text instead. Where a grammar keeps calls to their
+//! notation, none can be garbled, and a call is handed out while it is written; one that is cut then stays unfinished.
 
 mod thought;
 
@@ -18,7 +19,7 @@ use std::ops::Deref;
 use crate::error::Result;
 use crate::stream::HeldBytes;
 use crate::tokenizer::{SpecialIds, Tokenizer};
-use crate::tools::{CallText, ToolCall, Tools};
+use crate::tools::{CallText, ToolCall, Tools, Written};
 use thought::Thought;
 
 /// A piece of the reply, in order.
@@ -62,13 +63,16 @@ pub struct OutputOptions {
     pub tools: Tools,
     /// Whether the reply may hold several calls. Otherwise it is done after the first.
     pub parallel_calls: bool,
+    /// Whether a grammar keeps calls to their notation and names no argument twice: then they are told while they are
+    /// written.
+    pub held_calls: bool,
     /// Ids that end the reply besides those that the vocabulary implies: what generation config and file metadata name.
     pub stop_ids: Vec<u32>,
 }
 
 impl Default for OutputOptions {
     fn default() -> Self {
-        Self { tools: Tools::default(), parallel_calls: true, stop_ids: Vec::new() }
+        Self { tools: Tools::default(), parallel_calls: true, held_calls: false, stop_ids: Vec::new() }
     }
 }
 
@@ -97,6 +101,8 @@ enum State {
         text: CallText,
         /// Whether a marker opened it.
         marked: bool,
+        /// How much of its arguments was handed out, once its name was.
+        told: Option<String>,
     },
 }
 
@@ -212,7 +218,8 @@ impl<T: Deref<Target = Tokenizer>> OutputParser<T> {
             State::Opening(held) => self.content(&held),
             State::Content => {}
             State::Thought(thought) => self.reasoning(thought.rest()),
-            State::Call { text, marked } => self.call(&text, marked, closed),
+            State::Call { text, marked, told: None } => self.call(&text, marked, closed),
+            State::Call { text, told: Some(told), .. } => self.rest_of_call(&text, &told, closed),
         }
     }
 
@@ -220,6 +227,7 @@ impl<T: Deref<Target = Tokenizer>> OutputParser<T> {
         let id = Some(id);
         if let (State::Call { text, .. }, true) = (&mut self.state, id == self.ids.quote) {
             text.push_quote();
+            self.tell_call();
         } else if id == self.ids.quote {
             // Outside of calls the quote token is a quote.
             self.text("\"");
@@ -238,7 +246,7 @@ impl<T: Deref<Target = Tokenizer>> OutputParser<T> {
         } else if id == self.ids.tool_call_open {
             // Inside a thought it ends the thought: models do this in long prompts with tools.
             self.leave_state(true);
-            self.state = State::Call { text: CallText::default(), marked: true };
+            self.state = State::Call { text: CallText::default(), marked: true, told: None };
         } else if id == self.ids.tool_call_close && matches!(self.state, State::Call { .. }) {
             self.leave_state(true);
         }
@@ -256,7 +264,10 @@ impl<T: Deref<Target = Tokenizer>> OutputParser<T> {
                 self.opening(held);
             }
             State::Content => self.content(text),
-            State::Call { text: call, .. } => call.push_str(text),
+            State::Call { text: call, .. } => {
+                call.push_str(text);
+                self.tell_call();
+            }
             State::Thought(thought) => {
                 let (reasoning, answer) = thought.push(text);
                 if let Some(answer) = answer {
@@ -287,12 +298,51 @@ impl<T: Deref<Target = Tokenizer>> OutputParser<T> {
         } else if calls.iter().any(|call| held.starts_with(call.as_str())) {
             let mut text = CallText::default();
             text.push_str(&held);
-            self.state = State::Call { text, marked: false };
+            self.state = State::Call { text, marked: false, told: None };
         } else if opener.starts_with(&held) || calls.iter().any(|call| call.starts_with(&held)) {
             self.state = State::Opening(held);
         } else {
             self.state = State::Content;
             self.content(&held);
+        }
+    }
+
+    /// Hands out what has become certain of a call that a grammar holds.
+    fn tell_call(&mut self) {
+        let State::Call { text, marked: true, told } = &mut self.state else { return };
+        if !self.options.held_calls {
+            return;
+        }
+        let Some(Written { name, arguments }) = text.written(&self.options.tools) else { return };
+        let known = match told {
+            Some(told) => told,
+            None => {
+                self.events.push(Event::CallBegin { index: self.calls, name });
+                self.calls += 1;
+                told.insert(String::new())
+            }
+        };
+        if let Some(delta) = arguments.strip_prefix(known.as_str()).filter(|delta| !delta.is_empty()) {
+            let (index, delta) = (self.calls - 1, delta.to_owned());
+            *known = arguments;
+            self.events.push(Event::CallArguments { index, delta });
+        }
+    }
+
+    /// Hands out the rest of a call whose beginning was told. One that was cut stays as it is.
+    fn rest_of_call(&mut self, text: &CallText, told: &str, closed: bool) {
+        let whole = text.parse(&self.options.tools).ok().filter(|_| closed);
+        match whole.as_ref().and_then(|call| call.arguments.strip_prefix(told)) {
+            Some(rest) => {
+                if !rest.is_empty() {
+                    let (index, delta) = (self.calls - 1, rest.to_owned());
+                    self.events.push(Event::CallArguments { index, delta });
+                }
+                if !self.options.parallel_calls {
+                    self.finish = Some(Finish::ToolCalls);
+                }
+            }
+            None => self.unparsed_calls += 1,
         }
     }
 

@@ -13,12 +13,14 @@
 //! fail here, because objects nest and strings hold braces.
 
 mod schema;
+mod written;
 
 use std::collections::HashMap;
 
 use crate::error::{Error, Result};
 pub use schema::Tools;
 use schema::Typed;
+pub use written::Written;
 
 /// How deep arguments may nest; the bound keeps a looping model from overflowing the stack.
 const MAX_DEPTH: usize = 100;
@@ -108,7 +110,7 @@ impl CallText {
 }
 
 /// A value before its type is settled.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 enum Value {
     /// A string, in whichever quotes.
     Quoted(String),

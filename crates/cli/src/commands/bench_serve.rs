@@ -85,7 +85,8 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
         good_token: Duration::from_millis(args.good_token_ms),
         timeout: Duration::from_secs(args.timeout),
     };
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    // One thread: what it takes it takes from the server, where both are on one machine.
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let figures = match runtime.block_on(bench::run(&options)) {
         Ok(figures) => figures,
         Err(problem) => bail!(problem),

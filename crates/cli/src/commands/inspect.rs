@@ -209,6 +209,9 @@ fn memory(plan: &MemoryPlan, options: &LoadOptions) -> Table {
         options.chunk.min(plan.activations[0].max_rows)
     );
     table.row(vec!["activations".into(), bytes(plan.activation_bytes()), detail]);
+    if plan.device_bytes > 0 {
+        table.row(vec!["between kernels".into(), bytes(plan.device_bytes), String::new()]);
+    }
     if let Some(paged) = plan.paged {
         let detail = format!("experts of {} layers, read from it as they are chosen", paged.layers);
         table.row(vec!["of these in the file".into(), bytes(paged.bytes), detail]);
@@ -289,6 +292,7 @@ fn as_json(checkpoint: &Checkpoint, config: &Config, options: &LoadOptions, plan
             "kv_bytes": plan.kv_bytes(),
             "activation_bytes": plan.activation_bytes(),
             "paged_experts": plan.paged.map(|p| json!({"layers": p.layers, "bytes": p.bytes})),
+            "device_bytes": plan.device_bytes,
             "total": plan.total(),
             "weight_bytes_per_token": plan.weight_bytes_per_token,
             "kv_bytes_per_token": plan.kv_bytes_per_token(context - 1),

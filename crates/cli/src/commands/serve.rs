@@ -4,6 +4,7 @@ use std::fs;
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::thread::available_parallelism;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
@@ -101,6 +102,10 @@ pub struct ServiceArgs {
     /// Milliseconds within which running streams get a token while a long prompt is read
     #[arg(long, value_name = "MS", default_value_t = 200, value_parser = clap::value_parser!(u64).range(1..=60_000))]
     pub max_stall_ms: u64,
+    /// Times that a step of running streams may take longer while prompts are read, within that bound: larger reads
+    /// prompts sooner, smaller keeps streams even
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(2..=1000))]
+    pub max_slowdown: u32,
     /// Most bytes of sliding keys and values that are kept so that later requests need not compute a beginning again; the
     /// larger of 256 MiB and four windows when not given
     #[arg(long, value_name = "BYTES", conflicts_with = "no_prefix_cache")]
@@ -114,6 +119,15 @@ pub struct ServiceArgs {
     /// Keep nothing of earlier requests
     #[arg(long)]
     pub no_prefix_cache: bool,
+    /// A folder of control vectors that requests may steer by, each named by its file without the ending
+    #[arg(long, value_name = "FOLDER")]
+    pub steering_dir: Option<PathBuf>,
+    /// Take control vectors inside requests too
+    #[arg(long)]
+    pub steering_inline: bool,
+    /// Most bytes of activations that one request may have copied out
+    #[arg(long, value_name = "BYTES", default_value_t = 8 << 20)]
+    pub capture_bytes: usize,
     /// Most tokens of thought when a request does not say; no bound when not given
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub thinking_budget: Option<u32>,
@@ -129,6 +143,10 @@ impl ServiceArgs {
             running: self.parallel as usize,
             waiting: self.queue as usize,
             max_stall: Duration::from_millis(self.max_stall_ms),
+            max_slowdown: self.max_slowdown,
+            vectors: self.steering_dir.clone(),
+            inline_vectors: self.steering_inline,
+            max_capture_bytes: self.capture_bytes,
             prefix: PrefixOptions {
                 enabled: !self.no_prefix_cache,
                 snapshot_bytes: self.prefix_bytes,
@@ -175,7 +193,9 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     }
     let _spans = start_log(args)?;
     let scheme = if tls.is_some() { "https" } else { "http" };
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    // Few threads: each that wakes takes a core from the workers of the model, and passing tokens on takes little.
+    let threads = available_parallelism().map_or(1, |cores| (cores.get() / 8).clamp(1, 8));
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(threads).enable_all().build()?;
     let address = SocketAddr::new(args.host, args.port);
     // The port is taken before the model is loaded: a probe sees a server that lives and is not ready, and a port in
     // use shows at once.
@@ -246,8 +266,9 @@ fn start_log(args: &Args) -> anyhow::Result<Spans> {
 
 #[cfg(feature = "otel")]
 type Spans = Option<crate::spans::Exporter>;
+/// Nothing to send, where spans were left out.
 #[cfg(not(feature = "otel"))]
-type Spans = ();
+struct Spans;
 
 type Layer = Box<dyn tracing_subscriber::Layer<tracing_subscriber::Registry> + Send + Sync>;
 
@@ -268,5 +289,5 @@ fn spans() -> anyhow::Result<(Spans, Option<Layer>)> {
             "note: OTEL_EXPORTER_OTLP_ENDPOINT is set, but this build sends no spans; feature otel does"
         );
     }
-    Ok(((), None))
+    Ok((Spans, None))
 }

@@ -1,7 +1,7 @@
 //! Dot products of float32 rows, the kernel under every float path.
 //!
 //! `out[i, j] = x_i . w_j` for `m` rows of x and `n` rows of w, both `k` long. Each output has one vector of
-//! partial sums ([`LANES`] of them; 8 at AVX2), element `e` going to lane `e mod lanes` in ascending order by
+//! partial sums ([`LANES`] of them; 8 at AVX2 and NEON), element `e` going to lane `e mod lanes` in ascending order by
 //! fused multiply-add, and one fixed tree at the end. How many outputs a block computes side by side changes
 //! speed only. The error of a sum of k terms is that of k / lanes + log2(lanes) roundings.
 //!
@@ -9,7 +9,7 @@
 //! 8 vectors for 16 operations.
 
 use crate::level::Isa;
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use crate::level::Level;
 
 /// Partial sums of one output at the scalar level and at AVX-512.
@@ -49,6 +49,12 @@ pub(crate) trait Weight: Copy + Default {
     /// AVX2 and F16C, and 8 weights at `p`.
     #[cfg(target_arch = "x86_64")]
     unsafe fn load8(p: *const Self) -> std::arch::x86_64::__m256;
+    /// 4 weights at `p`.
+    ///
+    /// # Safety
+    /// 4 weights at `p`.
+    #[cfg(target_arch = "aarch64")]
+    unsafe fn load4(p: *const Self) -> std::arch::aarch64::float32x4_t;
 }
 
 /// The bits of a bf16.
@@ -104,7 +110,7 @@ impl F16 {
 }
 
 macro_rules! weight {
-    ($t:ty, |$v:ident| $value:expr, |$p:ident| $load16:expr, $load8:expr) => {
+    ($t:ty, |$v:ident| $value:expr, |$p:ident| $load16:expr, $load8:expr, $load4:expr) => {
         impl Weight for $t {
             #[inline(always)]
             fn value(self) -> f32 {
@@ -125,22 +131,31 @@ macro_rules! weight {
                 // SAFETY: the caller's.
                 unsafe { $load8 }
             }
+            #[cfg(target_arch = "aarch64")]
+            #[inline(always)]
+            unsafe fn load4($p: *const Self) -> std::arch::aarch64::float32x4_t {
+                use std::arch::aarch64::*;
+                // SAFETY: the caller's; every aarch64 has NEON.
+                unsafe { $load4 }
+            }
         }
     };
 }
 
-weight!(f32, |v| v, |p| _mm512_loadu_ps(p), _mm256_loadu_ps(p));
+weight!(f32, |v| v, |p| _mm512_loadu_ps(p), _mm256_loadu_ps(p), vld1q_f32(p));
 weight!(
     Bf16,
     |v| f32::from_bits(u32::from(v.0) << 16),
     |p| _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast())))),
-    _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast()))))
+    _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast())))),
+    vreinterpretq_f32_u32(vshll_n_u16::<16>(vld1_u16(p.cast())))
 );
 weight!(
     F16,
     |v| half::f16::from_bits(v.0).to_f32(),
     |p| _mm512_cvtph_ps(_mm256_loadu_si256(p.cast())),
-    _mm256_cvtph_ps(_mm_loadu_si128(p.cast()))
+    _mm256_cvtph_ps(_mm_loadu_si128(p.cast())),
+    super::neon::widen_f16(vld1_u16(p.cast()))
 );
 
 /// `out[i * out_stride + j] = x_i . w_j`.
@@ -165,6 +180,11 @@ pub(crate) fn dots<W: Weight>(
         #[cfg(target_arch = "x86_64")]
         // SAFETY: as above.
         Level::Avx2 | Level::AvxVnni => unsafe { x86::avx2::dots(x, w, k, out, out_stride) },
+        #[cfg(target_arch = "aarch64")]
+        // SAFETY: as above.
+        Level::Neon | Level::NeonDot | Level::NeonI8mm => unsafe {
+            super::neon::dots(x, w, k, out, out_stride)
+        },
         _ => scalar(x, w, k, out, out_stride),
     }
 }

@@ -10,6 +10,8 @@
 pub(crate) mod bf16;
 pub(crate) mod f32;
 mod gated;
+#[cfg(target_arch = "aarch64")]
+mod neon;
 
 use std::ops::Range;
 

@@ -9,7 +9,7 @@
 // Four modes:
 //   dense          out = W x
 //   gated (flag)   strips s and s + strips / 2 are gate and up; out = f(gate) * up
-//   EXPERT_UP      groups of strips by the list of chosen experts, gated; out[group][n] = weight[group][n] * f(gate) * up, zero where row n did not
+//   EXPERT_UP      (with a plain product beside it, UpArgs) groups of strips by the list of chosen experts, gated; out[group][n] = weight[group][n] * f(gate) * up, zero where row n did not
 //                  choose the group's expert. All rows are columns of every group: they are free.
 //   EXPERT_DOWN    x[group][n]; the sum runs over k and over the groups, so out[n] is the weighted sum over the experts
 //
@@ -18,6 +18,7 @@
 // place of bulk copies (31B head bf16 85 against 101 %), a block barrier for the sums, 16 consumer warps, three blocks a multiprocessor.
 #pragma once
 #include "forms.cuh"
+#include "router.cuh"
 
 enum Mode { DENSE, EXPERT_UP, EXPERT_DOWN };
 enum Epilogue { OUT_F32 = 0, OUT_BF16 = 1, OUT_GATED = 2, OUT_GATE_TIMES = 3 };
@@ -39,9 +40,22 @@ struct SkinnyArgs {
   int epilogue, activation, ld_times;
   int per_group;              // units of one group
   uint32_t magic_group, magic_chunks;  // 2^32 / per_group and 2^32 / chunks rounded up, 0 for 1
-  int scale_rows;             // EXPERT_DOWN with row scales: groups whose scales fit shared memory
   float softcap;              // OUT_F32: c tanh(sum / c), 0 for none
 };
+// Gate and up of chosen experts, and a plain product of the same form beside them: its weights are on their way while the ids are not known. It
+// has side_jobs = units times planes, at most as many as there are blocks; 0 for none.
+struct UpArgs {
+  SkinnyArgs experts, side;
+  int side_jobs, pad;
+};
+// A product, and the router in the first blocks of the launch.
+struct RoutedArgs {
+  SkinnyArgs product;
+  RouterArgs router;
+  int router_blocks, pad;
+};
+
+extern __shared__ __align__(128) uint8_t sm[];
 
 __device__ __forceinline__ void consumers_sync() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
 
@@ -54,24 +68,30 @@ template <class F, int CW, int NS, int MS, int NT> __host__ __device__ constexpr
   return NS * 8 * CW * MS * F::CB + 8 * MS * F::SCRATCH + 2 * 8 * MS * NT * 512 + (2 * NS + 4) * 8;
 }
 
-template <class F, int CW, int NS, int MS, int NT, bool XS, Mode MODE> __device__ __forceinline__ void skinny_body(const SkinnyArgs& a) {
+// The blocks of a launch that share its units out: this one's number among them, and how many they are. `side` is a plain product beside chosen
+// experts (below); it and the number of its jobs are read by EXPERT_UP alone.
+template <class F, int CW, int NS, int MS, int NT, bool XS, Mode MODE>
+__device__ __forceinline__ void skinny_body(const SkinnyArgs& a, int u0, int ustep, const SkinnyArgs& side, int side_jobs) {
   constexpr int STAGE = 8 * CW * MS * F::CB, PIECES = F::KC / 64, SETS = MS * NT == 1 ? 2 : 1;  // two sets of sums where one would be a chain
-  extern __shared__ __align__(128) uint8_t sm[];
+  constexpr int SCALES = 8 * CW * MS * 16;  // EXPERT_DOWN: row scales of a stage, 16 for each strip of each expert in it
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   float* scratch = (float*)(sm + NS * STAGE + warp * MS * F::SCRATCH);
   float* red = (float*)(sm + NS * STAGE + 8 * MS * F::SCRATCH);
   uint64_t* full = (uint64_t*)(red + 2 * 8 * MS * NT * 128);
   uint64_t* empty = full + NS;
   uint64_t *rfull = empty + NS, *rempty = rfull + 2;  // the two buffers in which warps leave their sums
-  const bool gated = MODE == EXPERT_UP || (MODE == DENSE && a.epilogue == OUT_GATED);
+  uint8_t* extra = sm + skinny_smem<F, CW, NS, MS, NT>();
   const int reducers = min(a.rows, 8);                // warps that add them up and write the outputs
   const int lwk = 3 - a.lwm, wk_n = 1 << lwk, cps = CW << lwk;  // cps: chunks a stage holds of each strip
   const int lunit = a.lwm + (MS == 2), unit_strips = 1 << lunit;
   // A unit is unit_strips strips; when gated, the second half of them are the up strips that belong to the first.
-  const int lrun = gated ? lunit - 1 : lunit, run = 1 << lrun, total = a.strips, per_group = a.per_group;
-  auto strip_of = [&](int first, int j) { return gated && j >= run ? total + first + j - run : first + j; };
-  const int plane = blockIdx.y, u0 = blockIdx.x, ustep = gridDim.x;
+  const bool all_gated = MODE == EXPERT_UP || (MODE == DENSE && a.epilogue == OUT_GATED);
+  const int plane = MODE == EXPERT_UP ? 0 : blockIdx.y, per_group = a.per_group;
   auto cut_of = [&](int chunks) { return MODE != EXPERT_DOWN ? a.cut : a.planes == 1 ? chunks : a.planes == 2 ? (chunks + 1) >> 1 : (chunks + 2) / 3; };
+  // The side product's jobs go to the last blocks, one each: the first have a unit of the experts more when they don't come out even.
+  const int v = ustep - 1 - u0, n_side = MODE == EXPERT_UP && v < side_jobs ? 1 : 0;
+  const int side_plane = n_side ? (v >= side.per_group) + (v >= 2 * side.per_group) : 0, side_first = n_side ? (v - side_plane * side.per_group) << lunit : 0;
+  const int side_c0 = n_side ? min(side_plane * side.cut, side.chunks) : 0, side_c1 = n_side ? min(side_c0 + side.cut, side.chunks) : 0;
   if (threadIdx.x == 256) {
     for (int i = 0; i < NS; i++) { mbar_init(full + i, 1); mbar_init(empty + i, 8); }
     for (int i = 0; i < 2; i++) { mbar_init(rfull + i, 256); mbar_init(rempty + i, reducers); }
@@ -82,6 +102,23 @@ template <class F, int CW, int NS, int MS, int NT, bool XS, Mode MODE> __device_
   pdl_launch();
 
   if (warp == 8) {  // the producer: one lane asks for every stage, weights only, so it waits for no kernel (but for expert ids)
+    int slot = 0, parity = 1;
+    auto next = [&]() { __syncwarp(); if (++slot == NS) { slot = 0; parity ^= 1; } };
+    auto send = [&](const uint8_t* w, uint64_t strip_bytes, int total, bool gated, int first, int c0, int c1) {
+      const int run = gated ? unit_strips >> 1 : unit_strips, n = min(run, total - first);  // n: strips of each run that exist
+      for (int c = c0; c < c1; c += cps, next()) {
+        const int have = min(cps, c1 - c);
+        if (lane != 0) continue;
+        mbar_wait(empty + slot, parity);
+        mbar_expect(full + slot, have * F::CB * (gated ? 2 * n : n));
+        for (int i = 0; i < unit_strips; i++) {
+          const bool up = i >= run;
+          if ((up ? i - run : i) >= n) continue;
+          bulk_load(sm + slot * STAGE + i * cps * F::CB, w + (up ? total + first + i - run : first + i) * strip_bytes + (size_t)c * F::CB, have * F::CB, full + slot);
+        }
+      }
+    };
+    if (n_side) send(side.w, side.strip_bytes, side.strips, false, side_first, side_c0, side_c1);
     int my_id[4] = {}, n_groups = 1;
     if (MODE != DENSE) {
       pdl_wait();
@@ -92,105 +129,121 @@ template <class F, int CW, int NS, int MS, int NT, bool XS, Mode MODE> __device_
     auto id_of = [&](int e) {
       int id = 0;
 #pragma unroll
-      for (int i = 0; i < 4; i++) { int v = __shfl_sync(~0u, my_id[i], e & 31); if (e >> 5 == i) id = v; }
+      for (int i = 0; i < 4; i++) { int w = __shfl_sync(~0u, my_id[i], e & 31); if (e >> 5 == i) id = w; }
       return id;
     };
     const int units = per_group * (MODE == EXPERT_UP ? n_groups : 1);
     const int chunks = a.chunks * (MODE == EXPERT_DOWN ? n_groups : 1), cut = cut_of(chunks), c0 = min(plane * cut, chunks), c1 = min(c0 + cut, chunks);
-    int slot = 0, parity = 1;
     for (int u = u0; u < units; u += ustep) {
-      const int e = MODE == EXPERT_UP ? divide(u, a.magic_group) : 0, first = (u - e * per_group) << lrun;
-      const int n = min(run, total - first);  // strips of each run that exist
-      const uint8_t* src = a.w;
-      if (MODE == EXPERT_UP) src += id_of(e) * a.group_bytes;
-      for (int c = c0; c < c1; c += cps) {
-        const int have = min(cps, c1 - c);
+      if (MODE != EXPERT_DOWN) {
+        const int e = MODE == EXPERT_UP ? divide(u, a.magic_group) : 0, first = (u - e * per_group) << (all_gated ? lunit - 1 : lunit);
+        send(MODE == EXPERT_UP ? a.w + id_of(e) * a.group_bytes : a.w, a.strip_bytes, a.strips, all_gated, first, c0, c1);
+        continue;
+      }
+      const int first = u << lunit, n = min(unit_strips, a.strips - first);
+      for (int c = c0; c < c1; c += cps, next()) {  // the stage's chunks may belong to several experts
+        const int have = min(cps, c1 - c), v0 = divide(c, a.magic_chunks);
         if (lane == 0) {
           mbar_wait(empty + slot, parity);
-          mbar_expect(full + slot, have * F::CB * (gated ? 2 * n : n));
+          const int scales = a.row_scale ? (divide(c + have - 1, a.magic_chunks) - v0 + 1) * 64 : 0;
+          mbar_expect(full + slot, (have * F::CB + scales) * n);
         }
-        if (MODE == EXPERT_DOWN) {  // the stage's chunks may belong to several experts
-          for (int done = 0; done < have;) {
-            const int v = divide(c + done, a.magic_chunks), at = c + done - v * a.chunks, take = min(have - done, a.chunks - at);
-            const uint8_t* from = a.w + id_of(v) * a.group_bytes + (size_t)at * F::CB;
-            if (lane == 0)
-              for (int i = 0; i < n; i++) bulk_load(sm + slot * STAGE + (i * cps + done) * F::CB, from + (first + i) * a.strip_bytes, take * F::CB, full + slot);
-            done += take;
+        for (int done = 0; done < have;) {
+          const int e = divide(c + done, a.magic_chunks), at = c + done - e * a.chunks, take = min(have - done, a.chunks - at), id = id_of(e);
+          const uint8_t* from = a.w + id * a.group_bytes + (size_t)at * F::CB;
+          if (lane == 0) {
+            for (int i = 0; i < n; i++) bulk_load(sm + slot * STAGE + (i * cps + done) * F::CB, from + (first + i) * a.strip_bytes, take * F::CB, full + slot);
+            if (a.row_scale) bulk_load((float*)extra + slot * SCALES + ((e - v0) << (lunit + 4)), a.row_scale + (size_t)id * a.m + first * 16, n * 64, full + slot);
           }
-        } else if (lane == 0) {
-          for (int i = 0; i < unit_strips; i++) {
-            if ((i >= run ? i - run : i) >= n) continue;
-            bulk_load(sm + slot * STAGE + i * cps * F::CB, src + strip_of(first, i) * a.strip_bytes + (size_t)c * F::CB, have * F::CB, full + slot);
-          }
+          done += take;
         }
-        __syncwarp();
-        if (++slot == NS) { slot = 0; parity ^= 1; }
       }
     }
     return;
   }
 
-  // A reducing thread's first output of unit u: its row scales are asked for at the start of the unit (of the first one before the kernel before has
+  // A reducing thread's first output of a unit: its row scales are asked for at the start of the unit (of the first one before the kernel before has
   // ended: they are weights, and far away).
   float scale_gate = 1, scale_up = 1;
-  int* ids = (int*)(sm + skinny_smem<F, CW, NS, MS, NT>());  // experts: ids, then EXPERT_UP the weights, EXPERT_DOWN row scales
+  int* ids = (int*)extra;  // EXPERT_UP: ids, then the weights
   float* group_weight = (float*)(ids + MAX_GROUPS);
-  auto fetch_scales = [&](int u, int it) {
-    if (MODE == EXPERT_DOWN || !a.row_scale) return;
-    const int e = MODE == EXPERT_UP ? divide(u, a.magic_group) : 0, first = (u - e * per_group) << lrun;
-    const int i = ((warp - it) & 7) * 32 + lane, m = (first + ((i >> 4) & (run - 1))) * 16 + (i & 15);
-    if (m >= a.m) return;
-    const float* at = a.row_scale + (MODE == EXPERT_UP ? (size_t)ids[e] * a.m * 2 : 0) + m;
+  auto scales_of = [&](bool on_side, int e, int m) {
+    const float* at = on_side ? side.row_scale : a.row_scale;
+    if (MODE == EXPERT_DOWN || !at || m >= (on_side ? side.m : a.m)) return;
+    at += (MODE == EXPERT_UP && !on_side ? (size_t)ids[e] * a.m * 2 : 0) + m;
     scale_gate = __ldg(at);
-    if (gated) scale_up = __ldg(at + a.m);
+    if (all_gated && !on_side) scale_up = __ldg(at + a.m);
   };
-  if (MODE == DENSE && u0 < per_group) fetch_scales(u0, 0);
+  auto fetch_scales = [&](bool on_side, int e, int first, int run, int it) {
+    const int i = ((warp - it) & 7) * 32 + lane;
+    scale_gate = scale_up = 1;
+    scales_of(on_side, e, (first + ((i >> 4) & (run - 1))) * 16 + (i & 15));
+  };
+  const int main_run = all_gated ? unit_strips >> 1 : unit_strips;
+  if (MODE == DENSE && u0 < per_group) fetch_scales(false, 0, u0 * main_run, main_run, 0);
   pdl_wait();
-  int n_groups = 1;
-  if (MODE != DENSE) {  // one round trip for everything that the list says
+  int n_groups = 1, my_id = 0;
+  float4 my_weight[2];
+  if (MODE != DENSE) {  // one round trip for everything that the list says, and for x
     n_groups = __ldcg(a.groups);
-    if (threadIdx.x < MAX_GROUPS) ids[threadIdx.x] = __ldcg(a.groups + 1 + threadIdx.x);
-    if (MODE == EXPERT_UP)
-      for (int i = threadIdx.x; i < MAX_GROUPS * 4; i += 256) ((float4*)group_weight)[i] = __ldcg((const float4*)a.group_weight + i);
-    consumers_sync();
+    if (MODE == EXPERT_UP) {
+      if (threadIdx.x < MAX_GROUPS) my_id = __ldcg(a.groups + 1 + threadIdx.x);
+#pragma unroll
+      for (int i = 0; i < 2; i++) my_weight[i] = __ldcg((const float4*)a.group_weight + threadIdx.x + 256 * i);
+    }
   }
   const int units = per_group * (MODE == EXPERT_UP ? n_groups : 1);
-  const int chunks = a.chunks * (MODE == EXPERT_DOWN ? n_groups : 1), cut = cut_of(chunks), c0 = min(plane * cut, chunks), c1 = min(c0 + cut, chunks);
-  bf16* xs = (bf16*)(sm + skinny_smem<F, CW, NS, MS, NT>() + (MODE == EXPERT_UP ? MAX_GROUPS * 68 : 0));
-  const int kx0 = c0 * F::KC, kx = (c1 - c0) * F::KC, stride = XS ? kx + 8 : a.ldx;
+  const int chunks = a.chunks * (MODE == EXPERT_DOWN ? n_groups : 1), cut = cut_of(chunks), c0_all = min(plane * cut, chunks), c1_all = min(c0_all + cut, chunks);
+  bf16* xs = (bf16*)(extra + (MODE == EXPERT_UP ? MAX_GROUPS * 68 : 0));
+  const int kx = (c1_all - c0_all) * F::KC, stride = XS ? kx + 8 : a.ldx;
+  const int side_kx = (side_c1 - side_c0) * F::KC, side_stride = XS ? side_kx + 8 : n_side ? side.ldx : 0;
+  bf16* side_xs = xs + a.rows * stride;
   if (XS) {  // rows padded by 16 bytes, so that eight rows' reads fall into different banks; inputs beyond k are zero
-    const int n = kx / 8, all = a.rows * n;
-    for (int i0 = threadIdx.x; i0 < all; i0 += 8 * 256) {  // eight loads in flight: one at a time costs 0.3 us each
-      uint4 v[8];
-      int at[8];
+    auto stage = [&](bf16* to, const bf16* x, int ldx, int k_end, int first_k, int width) {
+      const int n = width / 8, all = a.rows * n;
+      for (int i0 = threadIdx.x; i0 < all; i0 += 8 * 256) {  // eight loads in flight: one at a time costs 0.3 us each
+        uint4 w[8];
+        int at[8];
 #pragma unroll
-      for (int j = 0; j < 8; j++) {
-        const int i = i0 + j * 256, r = a.rows == 1 ? 0 : i / n, k = (i - r * n) * 8;
-        at[j] = i < all ? r * stride + k : -1;
-        v[j] = make_uint4(0, 0, 0, 0);
-        if (i < all && kx0 + k < a.k) v[j] = *(const uint4*)(a.x + (size_t)r * a.ldx + kx0 + k);
+        for (int j = 0; j < 8; j++) {
+          const int i = i0 + j * 256, r = a.rows == 1 ? 0 : i / n, k = (i - r * n) * 8;
+          at[j] = i < all ? r * (width + 8) + k : -1;
+          w[j] = make_uint4(0, 0, 0, 0);
+          if (i < all && first_k + k < k_end) w[j] = *(const uint4*)(x + (size_t)r * ldx + first_k + k);
+        }
+#pragma unroll
+        for (int j = 0; j < 8; j++) if (at[j] >= 0) *(uint4*)(to + at[j]) = prescale<F>(w[j]);
       }
-#pragma unroll
-      for (int j = 0; j < 8; j++) if (at[j] >= 0) *(uint4*)(xs + at[j]) = prescale<F>(v[j]);
-    }
-    consumers_sync();
+    };
+    if (n_side) stage(side_xs, side.x, side.ldx, side.k, side_c0 * F::KC, side_kx);
+    stage(xs, a.x, a.ldx, a.k, c0_all * F::KC, kx);
   }
+  if (MODE == EXPERT_UP) {
+    if (threadIdx.x < MAX_GROUPS) ids[threadIdx.x] = my_id;
+#pragma unroll
+    for (int i = 0; i < 2; i++) ((float4*)group_weight)[threadIdx.x + 256 * i] = my_weight[i];
+  }
+  if (XS || MODE == EXPERT_UP) consumers_sync();
   const int wm = warp & ((1 << a.lwm) - 1), wk = warp >> a.lwm;
   const bf16* xr[NT];
+  auto x_from = [&](const bf16* x, int ld) {
 #pragma unroll
-  for (int n = 0; n < NT; n++) {  // columns beyond the rows repeat the last row: no column touches another
-    const int row = min(n * 8 + g, a.rows - 1);
-    xr[n] = XS ? xs + row * stride - kx0 : a.x + (size_t)row * stride;
-  }
+    for (int n = 0; n < NT; n++) xr[n] = x + (size_t)min(n * 8 + g, a.rows - 1) * ld;  // columns beyond the rows repeat the last row: no column touches another
+  };
   auto x_at = [&](int n, int c) {  // the inputs of chunk c, which in EXPERT_DOWN counts on through the groups
     if (MODE != EXPERT_DOWN) return xr[n] + c * F::KC;
-    const int v = divide(c, a.magic_chunks);
-    return xr[n] + v * a.rows * stride + (c - v * a.chunks) * F::KC;
+    const int e = divide(c, a.magic_chunks);
+    return xr[n] + e * a.rows * stride + (c - e * a.chunks) * F::KC;
   };
-  int slot = 0, parity = 0, it = 0;
-  for (int u = u0; u < units; u += ustep, it++) {
-    const int e = MODE == EXPERT_UP ? divide(u, a.magic_group) : 0, first = (u - e * per_group) << lrun;
-    if (MODE != DENSE || it) fetch_scales(u, it);
+  if (n_side) x_from(XS ? side_xs - side_c0 * F::KC : side.x, side_stride);
+  else x_from(XS ? xs - c0_all * F::KC : a.x, stride);
+  int slot = 0, parity = 0;
+  for (int it = 0, u = u0 - n_side * ustep; u < units; u += ustep, it++) {
+    const bool on_side = MODE == EXPERT_UP && u < u0, gated = all_gated && !on_side;
+    if (MODE == EXPERT_UP && it == 1 && n_side) x_from(XS ? xs - c0_all * F::KC : a.x, stride);
+    const int lrun = gated ? lunit - 1 : lunit, run = 1 << lrun, c0 = on_side ? side_c0 : c0_all, c1 = on_side ? side_c1 : c1_all;
+    const int e = MODE == EXPERT_UP && !on_side ? divide(u, a.magic_group) : 0, first = on_side ? side_first : (u - e * per_group) << lrun;
+    if (MODE != DENSE || it) fetch_scales(on_side, e, first, run, it);
     float acc[SETS][MS][NT][4] = {};
     constexpr bool AHEAD = !XS && PIECES == 1;  // x from global memory is asked for one chunk ahead
     uint32_t bx[NT][8];
@@ -198,20 +251,13 @@ template <class F, int CW, int NS, int MS, int NT, bool XS, Mode MODE> __device_
 #pragma unroll
       for (int n = 0; n < NT; n++) load_x<F, XS>(bx[n], x_at(n, min(c0 + wk, c1 - 1)), t);
     }
-    // EXPERT_DOWN with row scales: the sums of every chunk are scaled by its expert's, which are brought here first: [group][rows of the unit].
+    // EXPERT_DOWN with row scales: the sums of every chunk are scaled by its expert's, which come with the stage.
     const bool scaled_down = MODE == EXPERT_DOWN && a.row_scale;
-    const float* scales = group_weight + (it & 1) * (a.scale_rows << (lunit + 4)) + (wm * MS * 16 + g);
-    if (scaled_down) {
-      float* to = group_weight + (it & 1) * (a.scale_rows << (lunit + 4));
-      for (int i = threadIdx.x; i < n_groups << (lunit + 4); i += 256) {
-        const int m = first * 16 + (i & ((16 << lunit) - 1));
-        to[i] = m < a.m ? __ldg(a.row_scale + (size_t)ids[i >> (lunit + 4)] * a.m + m) : 0.f;
-      }
-      consumers_sync();
-    }
     for (int c = c0; c < c1; c += cps) {
       const int mine = (min(cps, c1 - c) - wk + wk_n - 1) >> lwk;  // this warp's chunks of the stage: wk, wk + wk_n, ...
       const uint8_t* ch = sm + slot * STAGE + (wm * MS * cps + wk) * F::CB;
+      const float* scales = (const float*)extra + slot * SCALES + (wm * MS * 16 + g);
+      const int v0 = scaled_down ? divide(c, a.magic_chunks) : 0;
       int ck = c + wk;
       auto chunk = [&](int set) {
         if (F::SCRATCH) {
@@ -242,7 +288,7 @@ template <class F, int CW, int NS, int MS, int NT, bool XS, Mode MODE> __device_
           else F::template piece<MS, NT>(ch, cps * F::CB, q, lane, b, acc[(set + q) % SETS], scratch);
         }
         if (scaled_down) {
-          const float* d = scales + (divide(ck, a.magic_chunks) << (lunit + 4));
+          const float* d = scales + ((divide(ck, a.magic_chunks) - v0) << (lunit + 4));
 #pragma unroll
           for (int ms = 0; ms < MS; ms++) {
             const float d0 = d[ms * 16], d1 = d[ms * 16 + 8];
@@ -285,15 +331,11 @@ template <class F, int CW, int NS, int MS, int NT, bool XS, Mode MODE> __device_
     const int turn = (warp - it) & 7;
     if (turn >= reducers) continue;
     mbar_wait(rfull + buf, phase);
-    const int mine = turn * 32 + lane;
+    const int mine = turn * 32 + lane, outputs = on_side ? side.m : a.m;
     for (int i = mine; i < (run * 16) * a.rows; i += reducers * 32) {
       const int row = i & 15, strip = (i >> 4) & (run - 1), col = i >> (4 + lrun), m = (first + strip) * 16 + row;
-      if (m >= a.m) continue;
-      if (i != mine && a.row_scale && MODE != EXPERT_DOWN) {
-        const float* at = a.row_scale + (MODE == EXPERT_UP ? (size_t)ids[e] * a.m * 2 : 0) + m;
-        scale_gate = __ldg(at);
-        if (gated) scale_up = __ldg(at + a.m);
-      }
+      if (m >= outputs) continue;
+      if (i != mine) scales_of(on_side, e, m);
       auto sum = [&](int j) {  // of local strip j
         const float* at = rb + j * NT * 128 + (col >> 3) * 128 + ((row & 7) * 4 + (col & 7) / 2) * 4 + (row >> 3) * 2 + (col & 1);
         float s = 0;
@@ -301,17 +343,19 @@ template <class F, int CW, int NS, int MS, int NT, bool XS, Mode MODE> __device_
         for (int w = 0; w < 8; w++) if (w < wk_n) s += at[(w << lunit) * NT * 128];
         return s * F::POST;
       };
-      float v = sum(strip) * scale_gate;
-      if (gated) v = activate(a.activation, v) * (sum(strip + run) * scale_up);
-      if (MODE == EXPERT_UP) {
+      float r = sum(strip) * scale_gate;
+      if (gated) r = activate(a.activation, r) * (sum(strip + run) * scale_up);
+      if (on_side) {
+        ((float*)side.out)[(size_t)(side_plane * a.rows + col) * side.ldo + m] = r;
+      } else if (MODE == EXPERT_UP) {
         const float w = group_weight[e * 16 + col];
-        ((bf16*)a.out)[(size_t)(e * a.rows + col) * a.ldo + m] = __float2bfloat16(w == 0.f ? 0.f : w * v);
+        ((bf16*)a.out)[(size_t)(e * a.rows + col) * a.ldo + m] = __float2bfloat16(w == 0.f ? 0.f : w * r);
       } else if (a.epilogue == OUT_F32) {
-        if (a.softcap > 0.f) v = a.softcap * tanhf(v / a.softcap);
-        ((float*)a.out)[(size_t)(plane * a.rows + col) * a.ldo + m] = v;
+        if (a.softcap > 0.f) r = a.softcap * tanhf(r / a.softcap);
+        ((float*)a.out)[(size_t)(plane * a.rows + col) * a.ldo + m] = r;
       } else {
-        if (a.epilogue == OUT_GATE_TIMES) v = activate(a.activation, v) * a.times[(size_t)col * a.ld_times + m];
-        ((bf16*)a.out)[(size_t)col * a.ldo + m] = __float2bfloat16(v);
+        if (a.epilogue == OUT_GATE_TIMES) r = activate(a.activation, r) * a.times[(size_t)col * a.ld_times + m];
+        ((bf16*)a.out)[(size_t)col * a.ldo + m] = __float2bfloat16(r);
       }
     }
     __syncwarp();
@@ -319,19 +363,33 @@ template <class F, int CW, int NS, int MS, int NT, bool XS, Mode MODE> __device_
   }
 }
 
-// One entry of a form's table. NAME: skinny_FORM_n{NT}_{g|s}{MS}, or _up / _ups (x in shared memory) / _down for experts.
-#define SKINNY(NAME, F, CW, NS, MS, NT, XS, MODE)                                                                    \
-  extern "C" __global__ void __launch_bounds__(288, 2) NAME(const __grid_constant__ SkinnyArgs a) {                   \
-    skinny_body<F, CW, NS, MS, NT, XS, MODE>(a);                                                                      \
+// One entry of a form's table. NAME: skinny_FORM_n{NT}_{g|s}{MS}, or _routed_g / _routed_s with the router beside it, or _up / _ups (x in shared
+// memory) / _down for experts.
+#define SKINNY(NAME, F, CW, NS, MS, NT, XS, MODE)                                                  \
+  extern "C" __global__ void __launch_bounds__(288, 2) NAME(const __grid_constant__ SkinnyArgs a) { \
+    skinny_body<F, CW, NS, MS, NT, XS, MODE>(a, blockIdx.x, gridDim.x, a, 0);                       \
+  }
+#define SKINNY_UP(NAME, F, CW, NS, NT, XS)                                                               \
+  extern "C" __global__ void __launch_bounds__(288, 2) NAME(const __grid_constant__ UpArgs p) {           \
+    skinny_body<F, CW, NS, 1, NT, XS, EXPERT_UP>(p.experts, blockIdx.x, gridDim.x, p.side, p.side_jobs);  \
+  }
+#define SKINNY_ROUTED(NAME, F, CW, NS, NT, XS)                                                                            \
+  extern "C" __global__ void __launch_bounds__(288, 2) NAME(const __grid_constant__ RoutedArgs p) {                        \
+    const int block = blockIdx.x, routers = p.router_blocks;                                                               \
+    if (block < routers) router_body(p.router, block, routers, sm);                                                        \
+    else skinny_body<F, CW, NS, 1, NT, XS, DENSE>(p.product, block - routers, gridDim.x - routers, p.product, 0);          \
   }
 // A form's kernels: CW chunks a warp and stage, NS stages. g: x from global memory, s: from shared; then the strips of a warp.
 #define SKINNY_FORM(FORM, F, CW, NS)                                   \
   SKINNY(skinny_##FORM##_n1_g1, F, CW, NS, 1, 1, false, DENSE)         \
   SKINNY(skinny_##FORM##_n1_s1, F, CW, NS, 1, 1, true, DENSE)          \
   SKINNY(skinny_##FORM##_n2_g1, F, CW, NS, 1, 2, false, DENSE)         \
-  SKINNY(skinny_##FORM##_n1_up, F, CW, NS, 1, 1, false, EXPERT_UP)     \
-  SKINNY(skinny_##FORM##_n1_ups, F, CW, NS, 1, 1, true, EXPERT_UP)     \
-  SKINNY(skinny_##FORM##_n2_up, F, CW, NS, 1, 2, false, EXPERT_UP)     \
+  SKINNY_ROUTED(skinny_##FORM##_n1_routed_g, F, CW, NS, 1, false)      \
+  SKINNY_ROUTED(skinny_##FORM##_n1_routed_s, F, CW, NS, 1, true)       \
+  SKINNY_ROUTED(skinny_##FORM##_n2_routed_g, F, CW, NS, 2, false)      \
+  SKINNY_UP(skinny_##FORM##_n1_up, F, CW, NS, 1, false)                \
+  SKINNY_UP(skinny_##FORM##_n1_ups, F, CW, NS, 1, true)                \
+  SKINNY_UP(skinny_##FORM##_n2_up, F, CW, NS, 2, false)                \
   SKINNY(skinny_##FORM##_n1_down, F, CW, NS, 1, 1, false, EXPERT_DOWN) \
   SKINNY(skinny_##FORM##_n2_down, F, CW, NS, 1, 2, false, EXPERT_DOWN)
 // Two strips a warp, which halves the reads of x.

@@ -89,15 +89,14 @@ pub struct Arena {
     /// Bytes of an ordinary block; a larger piece gets a block of its own.
     block: usize,
     blocks: Vec<Block>,
-    /// Bytes used of the last block that pieces are cut from.
-    used: usize,
-    current: Option<usize>,
+    /// Blocks that pieces are cut from, and the bytes used of each.
+    open: Vec<(usize, usize)>,
 }
 
 impl Arena {
     /// An empty arena that grows by `block` bytes at a time.
     pub fn new(context: &Arc<Context>, what: &'static str, block: usize) -> Arena {
-        Arena { context: context.clone(), what, block, blocks: Vec::new(), used: 0, current: None }
+        Arena { context: context.clone(), what, block, blocks: Vec::new(), open: Vec::new() }
     }
 
     /// A piece of `len` bytes, aligned to 256, contents unknown.
@@ -110,18 +109,19 @@ impl Arena {
             self.blocks.push(Block::new(&self.context, self.what, len)?);
             return Ok(self.blocks[self.blocks.len() - 1].ptr());
         }
-        let fits = self.current.filter(|_| len <= self.block - self.used);
-        let at = match fits {
-            Some(at) => at,
+        // The first block with room: small pieces fill what large ones left.
+        let block = self.block;
+        let place = match self.open.iter().position(|(_, used)| len <= block - used) {
+            Some(place) => place,
             None => {
-                self.blocks.push(Block::new(&self.context, self.what, self.block)?);
-                self.used = 0;
-                self.blocks.len() - 1
+                self.blocks.push(Block::new(&self.context, self.what, block)?);
+                self.open.push((self.blocks.len() - 1, 0));
+                self.open.len() - 1
             }
         };
-        self.current = Some(at);
-        let ptr = self.blocks[at].ptr().at(self.used);
-        self.used += len;
+        let (at, used) = &mut self.open[place];
+        let ptr = self.blocks[*at].ptr().at(*used);
+        *used += len;
         Ok(ptr)
     }
 

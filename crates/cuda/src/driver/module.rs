@@ -122,6 +122,11 @@ impl Kernels {
             let most = self.context.info.shared_per_block.saturating_sub(fixed as u32);
             let dynamic = Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
             cu!(cuFuncSetAttribute(raw, dynamic, most as i32))?;
+            if kernel.family.ends_with("_sm90") {
+                // Clusters of 16 blocks, which only Hopper and later know.
+                let large = Attribute::CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED;
+                cu!(cuFuncSetAttribute(raw, large, 1))?;
+            }
             Function { raw, max_dynamic_shared: most }
         };
         loaded.functions.insert(kernel, function);

@@ -2,11 +2,11 @@
 
 use lapidary_ops::{Act, Activation, Error, Mat, Norm, Ops, Result, TapPoint};
 
-use super::experts::packed_experts;
+use super::experts::{GatedVerb, RouterVerb, packed_experts};
 use super::fuse::{Residual, Step, fuse};
 use super::{Recorder, Verb};
 use crate::driver::DevPtr;
-use crate::kernels::gemm_prefill;
+use crate::kernels::gemm_wide;
 use crate::kernels::hooks::Source;
 use crate::kernels::producers::{self, Argmax, Branch, NormOut};
 use crate::kernels::skinny_gemm::{self, Gate, Linear, MAX_PLANES, MAX_ROWS, Output, Weights};
@@ -30,7 +30,7 @@ pub(crate) fn run(ops: &mut CudaOps<'_>, program: &(dyn Fn(&mut dyn Ops) + Sync)
     }
 }
 
-/// Rows up to which a product runs sixteen at a time over all weights rather than once through the kernel for many: on
+/// Rows up to which a product runs sixteen or thirty-two at a time over all weights rather than once through the kernel for many: on
 /// an H200 31B FP8 takes 12.8 ms for 16 rows that way and 60 ms for 32 the other (2026-11-30).
 pub(super) const SKINNY_ROWS: usize = 64;
 
@@ -54,7 +54,8 @@ impl Planes {
 }
 
 impl Step {
-    fn uses(&self) -> (Vec<Act>, Vec<Act>) {
+    /// The buffers that it reads, and those that it writes.
+    pub(super) fn uses(&self) -> (Vec<Act>, Vec<Act>) {
         match self {
             Step::Verb(verb) => verb.uses(),
             Step::Residual(r) => {
@@ -67,12 +68,27 @@ impl Step {
             Step::GateTimes { out, gate, x, inputs, .. } => (vec![*x, *inputs], vec![*gate, *out]),
             Step::Router { routes, logits, x, .. } => (vec![*x], vec![*logits, *routes]),
             Step::Experts { out, x, routes, .. } => (vec![*x, *routes], vec![*out]),
+            Step::PerLayer(p) => uses_of(&p.parts()),
+            Step::GatedRouter(both) | Step::LinearExperts(both) => uses_of(&both[..]),
             Step::TapBranches { y, z, .. } => (vec![y.0, z.0], vec![]),
         }
     }
 }
 
+fn uses_of(steps: &[Step]) -> (Vec<Act>, Vec<Act>) {
+    let each: Vec<_> = steps.iter().map(Step::uses).collect();
+    (each.iter().flat_map(|u| u.0.clone()).collect(), each.into_iter().flat_map(|u| u.1).collect())
+}
+
 impl CudaOps<'_> {
+    /// Steps that were joined, one by one.
+    fn apart(&mut self, steps: &[Step], later: &[Step]) {
+        for (i, step) in steps.iter().enumerate() {
+            let rest: Vec<Step> = steps[i + 1..].iter().chain(later).cloned().collect();
+            self.step(step, &rest);
+        }
+    }
+
     fn step(&mut self, step: &Step, later: &[Step]) {
         match step {
             Step::Verb(verb) => self.single(verb, later),
@@ -87,7 +103,7 @@ impl CudaOps<'_> {
             }
             &Step::Router { routes, logits, x, w, spec } => {
                 if self.routes_fast(x, w, &spec) && packed_experts(later, routes, &self.on.mats) {
-                    self.verb(|s| s.router(routes, logits, x, w, &spec));
+                    self.verb(|s| s.router(RouterVerb { routes, logits, x, w, spec }));
                 } else {
                     self.verb(|s| s.fast_linear(logits, x, w, 1));
                     self.route(routes, logits, &spec);
@@ -97,12 +113,27 @@ impl CudaOps<'_> {
             &Step::TapBranches { point, y, z } => self.verb(|s| s.tap_branches(point, y, z)),
             &Step::Experts { out, x, routes, spec } => {
                 if self.routed {
-                    let planes = self.planes_for(out, later);
-                    self.verb(|s| s.fast_experts(out, x, &spec, planes));
+                    let planes = [1, self.planes_for(out, later)];
+                    self.verb(|s| s.fast_experts((out, x, spec), None, planes));
                 } else {
                     self.experts(out, x, routes, &spec);
                 }
             }
+            Step::PerLayer(p) => match self.fuses_per_layer(p) {
+                true => self.verb(|s| s.per_layer(p)),
+                false => self.apart(&p.parts(), later),
+            },
+            Step::GatedRouter(both) => match self.gates_beside_router(both, later) {
+                Some((gated, router)) => self.verb(|s| s.gated_and_router(gated, router)),
+                None => self.apart(&both[..], later),
+            },
+            Step::LinearExperts(both) => match self.multiplies_beside_experts(both) {
+                Some((product, experts)) => {
+                    let planes = [self.planes_for(product.0, later), self.planes_for(experts.0, later)];
+                    self.verb(|s| s.fast_experts(experts, Some(product), planes));
+                }
+                None => self.apart(&both[..], later),
+            },
         }
     }
 
@@ -119,7 +150,7 @@ impl CudaOps<'_> {
             }
             Verb::Gated { out, gate_up, x, w, f } => {
                 if self.gates_in_product(out, x, w) {
-                    self.verb(|s| s.gated(out, x, w, f));
+                    self.verb(|s| s.gated(GatedVerb { out, x, w, f }));
                 } else {
                     self.verb(|s| s.fast_linear(gate_up, x, w, 1));
                     self.geglu(out, gate_up, f);
@@ -178,6 +209,7 @@ impl CudaOps<'_> {
             {
                 MAX_PLANES
             }
+            Some(Step::PerLayer(p)) if p.first.y.is_some_and(|y| y.0 == out) => MAX_PLANES,
             Some(Step::Verb(Verb::QkvFinish(qkv, spec))) if *qkv == out && self.fast_heads(spec.head_dim) => {
                 MAX_PLANES
             }
@@ -209,7 +241,7 @@ impl CudaOps<'_> {
         Planes { act, ptr: a.ptr, count: 1, plane_stride: 0, stride: a.stride as usize }
     }
 
-    fn branch(&mut self, act: Act, gain: DevPtr) -> Branch {
+    pub(super) fn branch(&mut self, act: Act, gain: DevPtr) -> Branch {
         let p = self.sums(act);
         Branch {
             p: p.ptr,
@@ -272,7 +304,7 @@ impl CudaOps<'_> {
         }
     }
 
-    fn gates_in_product(&self, out: Act, x: Act, w: Mat) -> bool {
+    pub(super) fn gates_in_product(&self, out: Act, x: Act, w: Mat) -> bool {
         self.act(out).bf16 == 1
             && self.act(x).bf16 == 1
             && self.one_run(w).is_some_and(|w| w.shape.rows.is_multiple_of(32))
@@ -282,13 +314,15 @@ impl CudaOps<'_> {
     ///
     /// # Safety
     /// As [`skinny_gemm::linear`].
-    unsafe fn multiply(&self, call: &Linear) -> Result<()> {
+    unsafe fn multiply(&mut self, call: &Linear) -> Result<()> {
         if self.rows > SKINNY_ROWS {
-            // SAFETY: the caller's.
-            return unsafe { Ok(gemm_prefill::linear(self.on.queue(), call)?) };
+            let bytes = gemm_wide::workspace_bytes(call.weights.shape, self.rows);
+            let arranged = self.on.workspace.get(Piece::Arranged, &self.on.stream, bytes)?;
+            // SAFETY: the caller's, and the room is what the call needs.
+            return unsafe { Ok(gemm_wide::linear(self.on.queue(), call, arranged)?) };
         }
         let out_bytes = if matches!(call.output, Output::F32 { .. }) { 4 } else { 2 };
-        for (first, rows) in self.tiles() {
+        for (first, rows) in self.tiles_of(skinny_gemm::most_rows(call.weights.shape.form)) {
             let output = match call.output {
                 Output::GateTimes { gate, times, stride } => {
                     Output::GateTimes { gate, times: times.at(first * stride * 4), stride }
@@ -310,12 +344,17 @@ impl CudaOps<'_> {
 
     /// Sixteen rows at a time, as the router takes them: first row and number.
     pub(super) fn tiles(&self) -> impl Iterator<Item = (usize, usize)> + use<> {
+        self.tiles_of(MAX_ROWS)
+    }
+
+    /// So many rows at a time.
+    fn tiles_of(&self, most: usize) -> impl Iterator<Item = (usize, usize)> + use<> {
         let rows = self.rows;
-        (0..rows).step_by(MAX_ROWS).map(move |r| (r, MAX_ROWS.min(rows - r)))
+        (0..rows).step_by(most).map(move |r| (r, most.min(rows - r)))
     }
 
     /// A product of all rows.
-    fn call(&self, out: Act, x: Act, weights: Weights) -> Linear {
+    pub(super) fn call(&self, out: Act, x: Act, weights: Weights) -> Linear {
         let (o, v) = (self.act(out), self.act(x));
         Linear {
             weights,
@@ -364,13 +403,19 @@ impl CudaOps<'_> {
         Ok(())
     }
 
-    fn gated(&mut self, out: Act, x: Act, w: Mat, f: Activation) -> Result<()> {
+    /// The call of a gated product, which is counted here.
+    pub(super) fn gated_call(&mut self, verb: GatedVerb) -> Result<Linear> {
+        let GatedVerb { out, x, w, f } = verb;
         self.left.weight_bytes += self.on.mats[w.0 as usize].bytes as u64;
         let Some(weights) = self.one_run(w) else { return Err(not_packed()) };
         let o = self.act(out);
         crate::ops::same("gated_linear", 2 * o.width, weights.shape.rows as i32)?;
         crate::ops::same("gated_linear", self.act(x).width, weights.shape.cols as i32)?;
-        let call = Linear { output: Output::Gated(gate(f)), ..self.call(out, x, weights) };
+        Ok(Linear { output: Output::Gated(gate(f)), ..self.call(out, x, weights) })
+    }
+
+    fn gated(&mut self, verb: GatedVerb) -> Result<()> {
+        let call = self.gated_call(verb)?;
         // SAFETY: widths agree.
         unsafe { self.multiply(&call) }
     }
@@ -422,6 +467,8 @@ impl CudaOps<'_> {
         let out = workspace.get(Piece::Tokens, stream, most * 4)?;
         let bytes = producers::argmax_workspace_bytes(most);
         let workspace = workspace.get(Piece::Argmax, stream, bytes)?;
+        let turn = self.on.upload.turn_at;
+        let told = self.on.flight.told(&self.on.context, stream, most, turn)?;
         let call = Argmax {
             logits: l.ptr,
             stride: l.stride as usize,
@@ -429,14 +476,15 @@ impl CudaOps<'_> {
             rows: self.rows,
             out,
             workspace,
+            told: Some(told),
         };
         // SAFETY: both pieces hold as many rows as the logits do.
         unsafe { producers::argmax(self.on.queue(), &call)? }
-        self.left.tokens = self.rows;
+        (self.left.tokens, self.left.told) = (self.rows, true);
         Ok(())
     }
 
-    fn same_widths(&self, out: Act, x: Act, w: Mat) -> Result<()> {
+    pub(super) fn same_widths(&self, out: Act, x: Act, w: Mat) -> Result<()> {
         let m = &self.on.mats[w.0 as usize];
         crate::ops::same("product", self.act(x).width, m.cols as i32)?;
         crate::ops::same("product", self.act(out).width, m.rows as i32)

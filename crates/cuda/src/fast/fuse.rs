@@ -1,6 +1,6 @@
 //! Joining verbs into steps.
 
-use lapidary_ops::{Act, Activation, ExpertSpec, Mat, Norm, RouteSpec, TapPoint};
+use lapidary_ops::{Act, Activation, ExpertSpec, Mat, Norm, Phase, RouteSpec, TapPoint};
 
 use super::Verb;
 
@@ -19,6 +19,38 @@ pub(crate) enum Step {
     TapBranches { point: TapPoint, y: (Act, Norm), z: (Act, Norm) },
     /// Experts whose choice a [`Step::Router`] made.
     Experts { out: Act, x: Act, routes: Act, spec: ExpertSpec },
+    /// The per-layer branch with the residual steps before and behind it.
+    PerLayer(Box<PerLayer>),
+    /// A gated product, and the router that reads other inputs.
+    GatedRouter(Box<[Step; 2]>),
+    /// A product, and experts that read other inputs.
+    LinearExperts(Box<[Step; 2]>),
+}
+
+/// `x += rms(y)`, a gate from a copy of it, the gate's projection, and the step that closes the layer.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct PerLayer {
+    /// Its one copy is the gate's input, which nothing else reads.
+    pub first: Residual,
+    /// The gate's product, a [`Step::GateTimes`].
+    pub gate: Step,
+    /// The projection: output, input, matrix.
+    pub product: (Act, Act, Mat),
+    /// Makes one copy at most.
+    pub close: Residual,
+}
+
+impl PerLayer {
+    /// The steps that it stands for.
+    pub fn parts(&self) -> [Step; 4] {
+        let (y, hidden, w) = self.product;
+        [
+            Step::Residual(self.first.clone()),
+            self.gate.clone(),
+            Step::Verb(Verb::Linear(y, hidden, w)),
+            Step::Residual(self.close.clone()),
+        ]
+    }
 }
 
 /// `x = (x + rms(y; post)) * scalar` and what is made of it; `y` may be the sum of two normed branches.
@@ -88,7 +120,105 @@ pub(crate) fn fuse(verbs: Vec<Verb>, fits: &dyn Fn(Act) -> bool) -> Vec<Step> {
         };
         steps.push(step);
     }
+    join_routed(join_per_layer(steps))
+}
+
+/// Joins the router with the dense branch's gate and up, and that branch's last product with the experts: the later of two
+/// products moves to the earlier, or the earlier to the later, over steps that have nothing to do with it.
+fn join_routed(mut steps: Vec<Step>) -> Vec<Step> {
+    let mut at = 0;
+    while at < steps.len() {
+        let later = |wanted: fn(&Step) -> bool| (at + 1..steps.len()).find(|&i| wanted(&steps[i]));
+        match &steps[at] {
+            Step::Verb(Verb::Gated { .. }) => {
+                let router = later(|s| matches!(s, Step::Router { .. } | Step::Verb(Verb::Gated { .. })));
+                let router = router.filter(|&r| matches!(steps[r], Step::Router { .. }));
+                if let Some(r) = router.filter(|&r| steps[at..r].iter().all(|s| is_apart(s, &steps[r]))) {
+                    let router = steps.remove(r);
+                    let gated = std::mem::replace(&mut steps[at], Step::Verb(Verb::Mark(Phase::Router)));
+                    steps[at] = Step::GatedRouter(Box::new([gated, router]));
+                }
+            }
+            Step::Verb(Verb::Linear(..)) => {
+                let experts = later(|s| matches!(s, Step::Experts { .. } | Step::Verb(Verb::Linear(..))));
+                let experts = experts.filter(|&e| matches!(steps[e], Step::Experts { .. }));
+                if let Some(e) =
+                    experts.filter(|&e| steps[at + 1..=e].iter().all(|s| is_apart(s, &steps[at])))
+                {
+                    let experts = std::mem::replace(&mut steps[e], Step::Verb(Verb::Mark(Phase::Experts)));
+                    let product = steps[at].clone();
+                    steps[e] = Step::LinearExperts(Box::new([product, experts]));
+                    steps.remove(at);
+                    continue;
+                }
+            }
+            _ => {}
+        }
+        at += 1;
+    }
     steps
+}
+
+/// Whether neither step writes what the other reads or writes, so that their order does not matter.
+fn is_apart(a: &Step, b: &Step) -> bool {
+    let ((a_reads, a_writes), (b_reads, b_writes)) = (a.uses(), b.uses());
+    let meet = |x: &[Act], y: &[Act]| x.iter().any(|act| y.contains(act));
+    !meet(&a_writes, &b_reads) && !meet(&a_writes, &b_writes) && !meet(&a_reads, &b_writes)
+}
+
+/// Joins the per-layer branch, where neither a tap nor another reader of what lies between keeps it apart. Marks move before it.
+fn join_per_layer(steps: Vec<Step>) -> Vec<Step> {
+    let mut joined = Vec::with_capacity(steps.len());
+    let mut at = 0;
+    while at < steps.len() {
+        match per_layer_at(&steps[at..]) {
+            Some((step, marks, length)) => {
+                joined.extend(marks);
+                joined.push(step);
+                at += length;
+            }
+            None => {
+                joined.push(steps[at].clone());
+                at += 1;
+            }
+        }
+    }
+    joined
+}
+
+/// The branch that begins with the first step, the marks in it, and how many steps both are.
+fn per_layer_at(steps: &[Step]) -> Option<(Step, Vec<Step>, usize)> {
+    let is_mark = |s: &Step| matches!(s, Step::Verb(Verb::Mark(_)));
+    let mut own = steps.iter().enumerate().filter(|(_, s)| !is_mark(s));
+    let (_, Step::Residual(first)) = own.next()? else { return None };
+    let (_, gate @ Step::GateTimes { out, x, gate: raw, .. }) = own.next()? else { return None };
+    let (_, &Step::Verb(Verb::Linear(y, hidden, w))) = own.next()? else { return None };
+    let (last, Step::Residual(close)) = own.next()? else { return None };
+    let alone = |r: &Residual| r.y.is_some() && r.branches.is_none();
+    let fits = !is_mark(&steps[0])
+        && alone(first)
+        && alone(close)
+        && first.scalar == 1.0
+        && first.outs == [(*x, None)]
+        && *out == hidden
+        && first.x == close.x
+        && close.y.is_some_and(|c| c.0 == y)
+        && close.outs.len() <= 1
+        && [*x, *out, *raw, y].into_iter().all(|act| is_dead(act, &steps[last + 1..]));
+    if !fits {
+        return None;
+    }
+    let branch =
+        PerLayer { first: first.clone(), gate: gate.clone(), product: (y, hidden, w), close: close.clone() };
+    let marks = steps[..last].iter().filter(|s| is_mark(s)).cloned().collect();
+    Some((Step::PerLayer(Box::new(branch)), marks, last + 1))
+}
+
+/// Whether the next step that touches `act` only writes it.
+fn is_dead(act: Act, later: &[Step]) -> bool {
+    let uses =
+        later.iter().map(Step::uses).find(|(reads, writes)| reads.contains(&act) || writes.contains(&act));
+    uses.is_none_or(|(reads, _)| !reads.contains(&act))
 }
 
 /// A sum of two normed branches that joins a residual at `at`.
@@ -281,6 +411,93 @@ mod tests {
         assert_eq!(first.outs, [(IN, Some(norm(1))), (IN2, Some(norm(3)))]);
         assert_eq!(last.branches, Some((norm(2), Z, norm(4))));
         assert_eq!(last.plain.len(), 3);
+    }
+
+    /// A routed block as the model has it, its norms made before.
+    fn routed_verbs() -> Vec<Verb> {
+        let [routes, logits, out, hidden, raw] = [5, 6, 7, 8, 9].map(Act);
+        let route = RouteSpec { experts: 8, top_k: 2, per_expert_scale: Gain(9) };
+        let f = Activation::GeluTanh;
+        let experts =
+            ExpertSpec { experts: 8, top_k: 2, width: 64, gate_up: Mat(3), down: Mat(4), activation: f };
+        vec![
+            Verb::Gated { out: hidden, gate_up: raw, x: IN, w: Mat(0), f },
+            Verb::Linear(Y, hidden, Mat(1)),
+            Verb::Mark(Phase::Router),
+            Verb::Linear(logits, IN2, Mat(2)),
+            Verb::Route(routes, logits, route),
+            Verb::Tap(TapPoint::Routes(0), routes),
+            Verb::Mark(Phase::Experts),
+            Verb::Experts(out, Z, routes, experts),
+        ]
+    }
+
+    #[test]
+    fn a_routed_block_is_two_steps_whether_its_routes_are_tapped_or_not() {
+        let steps: Vec<_> = fused(routed_verbs())
+            .into_iter()
+            .filter(|s| !matches!(s, Step::Verb(Verb::Mark(_) | Verb::Tap(..))))
+            .collect();
+        let [Step::GatedRouter(first), Step::LinearExperts(second)] = &steps[..] else { panic!("{steps:?}") };
+        assert!(
+            matches!(first[0], Step::Verb(Verb::Gated { .. })) && matches!(first[1], Step::Router { .. })
+        );
+        assert_eq!(second[0], Step::Verb(Verb::Linear(Y, Act(8), Mat(1))));
+        assert!(matches!(second[1], Step::Experts { .. }));
+    }
+
+    #[test]
+    fn what_a_routed_blocks_branches_share_keeps_them_apart() {
+        // The router reads what the dense branch writes, or what that reads is written before the experts.
+        let mut chained = routed_verbs();
+        chained.insert(2, Verb::Cast(IN2, Y));
+        let steps = fused(chained);
+        assert!(!steps.iter().any(|s| matches!(s, Step::GatedRouter(_))), "{steps:?}");
+        let mut read = routed_verbs();
+        read.insert(6, Verb::Tap(TapPoint::Mlp(0), Y));
+        let steps = fused(read);
+        assert!(!steps.iter().any(|s| matches!(s, Step::LinearExperts(_))), "{steps:?}");
+    }
+
+    fn per_layer_verbs() -> Vec<Verb> {
+        const GATE: Act = Act(5);
+        const HIDDEN: Act = Act(6);
+        const INPUTS: Act = Act(7);
+        vec![
+            Verb::NormAdd(X, Y, norm(0)),
+            Verb::Mark(Phase::PerLayer),
+            Verb::Cast(IN2, X),
+            Verb::Linear(GATE, IN2, Mat(0)),
+            Verb::PerLayerGate(HIDDEN, GATE, INPUTS, 3, Activation::GeluTanh),
+            Verb::Linear(Y, HIDDEN, Mat(1)),
+            Verb::NormAdd(X, Y, norm(1)),
+            Verb::Scale(X, 0.5),
+            Verb::RmsNorm(IN, X, norm(2)),
+            Verb::Linear(Y, IN, Mat(2)),
+        ]
+    }
+
+    #[test]
+    fn the_per_layer_branch_is_one_step_from_residual_to_residual() {
+        let steps = fused(per_layer_verbs());
+        let [Step::Verb(Verb::Mark(_)), Step::PerLayer(p), Step::Verb(Verb::Linear(..))] = &steps[..] else {
+            panic!("{steps:?}")
+        };
+        assert_eq!((p.product, p.close.scalar), ((Y, Act(6), Mat(1)), 0.5));
+        assert_eq!(p.close.outs, [(IN, Some(norm(2)))]);
+        assert_eq!(p.parts().len(), 4);
+    }
+
+    #[test]
+    fn a_reader_inside_or_behind_the_per_layer_branch_keeps_it_apart() {
+        let mut tapped = per_layer_verbs();
+        tapped.insert(6, Verb::Tap(TapPoint::Mlp(3), Y));
+        let mut read_later = per_layer_verbs();
+        read_later.insert(9, Verb::Cast(Z, IN2));
+        for verbs in [tapped, read_later] {
+            let steps = fused(verbs);
+            assert!(!steps.iter().any(|s| matches!(s, Step::PerLayer(_))), "{steps:?}");
+        }
     }
 
     #[test]

@@ -11,6 +11,7 @@ mod emit;
 mod experts;
 mod fuse;
 mod heads;
+mod per_layer;
 mod random;
 mod weights;
 

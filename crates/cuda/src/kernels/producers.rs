@@ -280,15 +280,13 @@ pub unsafe fn finish(queue: Queue<'_>, call: &Finish) -> Result<()> {
 /// Router logits, choice and the list of chosen experts.
 #[derive(Clone, Copy, Debug)]
 pub struct Router {
-    /// `[experts][width]`, float32 or bf16.
+    /// float32 `[experts][width]`.
     pub weights: DevPtr,
-    /// Whether the weights are bf16.
-    pub weights_bf16: bool,
     /// float32 `[rows][x_stride]`.
     pub x: DevPtr,
     /// Values from row to row of `x`.
     pub x_stride: usize,
-    /// Inputs, a multiple of 8.
+    /// Inputs, a multiple of 4.
     pub width: usize,
     /// Rows, 1 to 16.
     pub rows: usize,
@@ -306,11 +304,18 @@ pub struct Router {
     pub groups: DevPtr,
     /// float32 `[group][16]`, written; room for 128 groups.
     pub group_weight: DevPtr,
+    /// int32, zero before the first call; calls leave it at zero for the next.
+    pub counter: DevPtr,
 }
+
+/// Shared memory of a block of the router.
+pub(super) const ROUTER_SHARED: usize = (2 * 16 * MAX_EXPERTS + 8 * 16 + MAX_EXPERTS + 5) * 4;
+/// Experts of a block of the router.
+const ROUTER_PER_BLOCK: usize = 2;
 
 #[derive(Clone, Copy)]
 #[repr(C)]
-struct RouterArgs {
+pub(super) struct RouterArgs {
     w: DevPtr,
     x: DevPtr,
     expert_scale: DevPtr,
@@ -318,25 +323,20 @@ struct RouterArgs {
     routes: DevPtr,
     groups: DevPtr,
     group_weight: DevPtr,
-    w_bf16: i32,
+    counter: DevPtr,
     width: i32,
     ld_x: i32,
     rows: i32,
     experts: i32,
     top_k: i32,
+    pad: i32,
 }
 
-// SAFETY: mirrors `RouterArgs` in kernels/producers_sm90.cu.
+// SAFETY: mirrors `RouterArgs` in kernels/common/router.cuh.
 unsafe impl Args for RouterArgs {}
 
-/// Queues [`Router`].
-///
-/// # Errors
-/// `Shape` for more rows, experts or choices than it takes.
-///
-/// # Safety
-/// As [`residual`].
-pub unsafe fn router(queue: Queue<'_>, call: &Router) -> Result<()> {
+/// What the kernel takes, and its blocks.
+pub(super) fn router_arguments(call: &Router) -> Result<(RouterArgs, usize)> {
     let fits = (1..=MAX_ROUTER_ROWS).contains(&call.rows)
         && call.experts <= MAX_EXPERTS
         && call.top_k <= 32.min(call.experts)
@@ -355,16 +355,27 @@ pub unsafe fn router(queue: Queue<'_>, call: &Router) -> Result<()> {
         routes: call.routes,
         groups: call.groups,
         group_weight: call.group_weight,
-        w_bf16: i32::from(call.weights_bf16),
+        counter: call.counter,
         width: call.width as i32,
         ld_x: call.x_stride as i32,
         rows: call.rows as i32,
         experts: call.experts as i32,
         top_k: call.top_k as i32,
+        pad: 0,
     };
-    // The kernel states its cluster of 8 itself.
-    let shared = 16 * call.width * if call.weights_bf16 { 2 } else { 4 };
-    let shape = Shape::new(8, 256).shared(shared as u32).dependent();
+    Ok((args, call.experts.div_ceil(ROUTER_PER_BLOCK)))
+}
+
+/// Queues [`Router`].
+///
+/// # Errors
+/// `Shape` for more rows, experts or choices than it takes.
+///
+/// # Safety
+/// As [`residual`].
+pub unsafe fn router(queue: Queue<'_>, call: &Router) -> Result<()> {
+    let (args, blocks) = router_arguments(call)?;
+    let shape = Shape::new(blocks as u32, 256).shared(ROUTER_SHARED as u32).dependent();
     // SAFETY: the caller's; the shape is the kernel's own.
     unsafe { queue.launch(Kernel::new(FAMILY, "router"), shape, &args) }
 }
@@ -384,6 +395,19 @@ pub struct Argmax {
     pub out: DevPtr,
     /// [`argmax_workspace_bytes`] of memory, zeroed once.
     pub workspace: DevPtr,
+    /// Where the host reads the same.
+    pub told: Option<Told>,
+}
+
+/// Pinned host memory that takes the chosen tokens of two passes in turn.
+#[derive(Clone, Copy, Debug)]
+pub struct Told {
+    /// int32 `[turn][rows]`.
+    pub at: DevPtr,
+    /// Rows of a turn.
+    pub rows: usize,
+    /// int32 on the device: which turn the pass is.
+    pub turn: DevPtr,
 }
 
 const ARGMAX_BLOCKS: usize = 64;
@@ -404,8 +428,12 @@ struct ArgmaxArgs {
     best: DevPtr,
     best_id: DevPtr,
     counters: DevPtr,
+    told: DevPtr,
+    turn: DevPtr,
     ld: i32,
     vocab: i32,
+    told_rows: i32,
+    pad: i32,
 }
 
 // SAFETY: mirrors `ArgmaxArgs` in kernels/producers_sm90.cu.
@@ -419,7 +447,7 @@ unsafe impl Args for ArgmaxArgs {}
 /// # Safety
 /// As [`residual`].
 pub unsafe fn argmax(queue: Queue<'_>, call: &Argmax) -> Result<()> {
-    if call.rows > MAX_ARGMAX_ROWS {
+    if call.rows > MAX_ARGMAX_ROWS || call.told.is_some_and(|t| t.rows < call.rows) {
         return Err(refuse("argmax", format!("{} rows", call.rows)));
     }
     let best = call.workspace.at(MAX_ARGMAX_ROWS * 4);
@@ -429,8 +457,12 @@ pub unsafe fn argmax(queue: Queue<'_>, call: &Argmax) -> Result<()> {
         best,
         best_id: best.at(call.rows * ARGMAX_BLOCKS * 4),
         counters: call.workspace,
+        told: call.told.map_or(DevPtr::NULL, |t| t.at),
+        turn: call.told.map_or(DevPtr::NULL, |t| t.turn),
         ld: call.stride as i32,
         vocab: call.vocab as i32,
+        told_rows: call.told.map_or(0, |t| t.rows) as i32,
+        pad: 0,
     };
     let shape = Shape::grid([ARGMAX_BLOCKS as u32, call.rows as u32, 1], 256).dependent();
     // SAFETY: the caller's; the shape is the kernel's own.

@@ -1,13 +1,14 @@
-//! Products with packed weights for 1 to 16 rows: `kernels/skinny_FORM_sm90.cu`.
+//! Products with packed weights for 1 to 16 rows, of some forms to 32: `kernels/skinny_FORM_sm90.cu`.
 //!
 //! One kernel serves a plain product, a gated pair of matrices, a product whose result is a gate for something else, and
-//! chosen experts. [`Choice::of`] decides strips a warp, where x is kept and how k is cut into planes; the numbers in it
-//! come from the sweep in docs/cuda-prototypes.md.
+//! chosen experts. [`Choice::of`] decides strips a warp, where x is kept and how k is cut into planes.
 
-use crate::driver::{DevPtr, Kernel};
+use super::skinny_shape::Variant;
+pub use super::skinny_shape::{Choice, most_rows};
+use crate::driver::DevPtr;
 use crate::error::{Error, Result};
 use crate::launch::{Args, Queue, Shape};
-use crate::pack::{Form, PackedShape};
+use crate::pack::PackedShape;
 
 /// Most rows of one product.
 pub const MAX_ROWS: usize = 16;
@@ -68,9 +69,9 @@ pub struct Linear {
     pub x: DevPtr,
     /// Values from row to row of `x`, a multiple of 8.
     pub x_stride: usize,
-    /// Rows, 1 to 16.
+    /// Rows, from 1 to [`most_rows`].
     pub rows: usize,
-    /// `[planes][rows][out_stride]`.
+    /// `[planes][rows][out_stride]`; beyond 16 rows there is one plane.
     pub out: DevPtr,
     /// Values from row to row of `out`.
     pub out_stride: usize,
@@ -91,372 +92,46 @@ pub struct Chosen {
 
 #[derive(Clone, Copy)]
 #[repr(C)]
-struct SkinnyArgs {
-    w: DevPtr,
-    row_scale: DevPtr,
-    x: DevPtr,
-    out: DevPtr,
-    times: DevPtr,
-    groups: DevPtr,
-    group_weight: DevPtr,
-    strip_bytes: u64,
-    group_bytes: u64,
-    strips: i32,
-    k: i32,
-    chunks: i32,
-    ldx: i32,
-    rows: i32,
-    ldo: i32,
-    m: i32,
-    lwm: i32,
-    planes: i32,
-    cut: i32,
-    epilogue: i32,
-    activation: i32,
-    ld_times: i32,
-    per_group: i32,
-    magic_group: u32,
-    magic_chunks: u32,
-    scale_rows: i32,
-    softcap: f32,
+pub(super) struct SkinnyArgs {
+    pub w: DevPtr,
+    pub row_scale: DevPtr,
+    pub x: DevPtr,
+    pub out: DevPtr,
+    pub times: DevPtr,
+    pub groups: DevPtr,
+    pub group_weight: DevPtr,
+    pub strip_bytes: u64,
+    pub group_bytes: u64,
+    pub strips: i32,
+    pub k: i32,
+    pub chunks: i32,
+    pub ldx: i32,
+    pub rows: i32,
+    pub ldo: i32,
+    pub m: i32,
+    pub lwm: i32,
+    pub planes: i32,
+    pub cut: i32,
+    pub epilogue: i32,
+    pub activation: i32,
+    pub ld_times: i32,
+    pub per_group: i32,
+    pub magic_group: u32,
+    pub magic_chunks: u32,
+    pub softcap: f32,
 }
 
 // SAFETY: mirrors `SkinnyArgs` in kernels/common/skinny.cuh.
 unsafe impl Args for SkinnyArgs {}
 
-/// Which of a form's kernels runs, and in what shape.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Choice {
-    variant: Variant,
-    /// Column tiles of 8 rows.
-    tiles: usize,
-    /// Log2 of the groups of strips among a block's eight warps.
-    lwm: usize,
-    /// Parts of k whose sums are written apart.
-    pub planes: usize,
-    /// Blocks of a plane.
-    blocks: usize,
-    /// Groups whose row scales a block keeps.
-    scale_rows: usize,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Variant {
-    /// x from global memory, one strip a warp.
-    Global,
-    /// Two strips a warp.
-    GlobalTwo,
-    /// x in shared memory.
-    Shared,
-    /// Two strips a warp.
-    SharedTwo,
-    Up,
-    /// x in shared memory.
-    UpShared,
-    Down,
-}
-
-impl Variant {
-    fn strips(self) -> usize {
-        match self {
-            Variant::GlobalTwo | Variant::SharedTwo => 2,
-            _ => 1,
-        }
-    }
-}
-
-/// Chunks a warp and stage, and stages, for one strip a warp and for two; as in `kernels/skinny_FORM_sm90.cu`.
-const fn ring(form: Form, two: bool) -> Option<(usize, usize)> {
-    match (form, two) {
-        (Form::Bf16, false) => Some((1, 5)),
-        (Form::Fp8 | Form::Fp8Block | Form::Int8 | Form::Int8Min, false) => Some((2, 4)),
-        (Form::Nvfp4 | Form::Int4 | Form::Int4Bf16 | Form::Int4Min, false) => Some((4, 4)),
-        (Form::Q4K, false) => Some((1, 4)),
-        (Form::Q5K | Form::Sub16, false) => Some((1, 2)),
-        (Form::Bf16 | Form::Q4K, true) => Some((1, 2)),
-        (Form::Fp8 | Form::Fp8Block | Form::Int8 | Form::Int8Min, true) => Some((1, 4)),
-        (Form::Nvfp4 | Form::Int4 | Form::Int4Bf16 | Form::Int4Min, true) => Some((2, 4)),
-        (Form::Q5K | Form::Sub16, true) => None,
-    }
-}
-
-/// Nanoseconds that a warp takes for 64 inputs of a strip, beside 7 others.
-const fn chunk_ns(form: Form) -> f64 {
-    match form {
-        Form::Bf16 | Form::Fp8 | Form::Fp8Block => 51.0,
-        Form::Int8 | Form::Int8Min => 60.0,
-        Form::Nvfp4 | Form::Int4 | Form::Int4Bf16 | Form::Int4Min => 64.0,
-        Form::Q4K | Form::Q5K | Form::Sub16 => 77.0,
-    }
-}
-
-/// Most strips of a unit: with more, adding up their sums takes longer than the next unit's products.
-const MAX_UNIT: usize = 4;
-/// Above this a launch is bound by the memory and not by its own latency.
-const LARGE_BYTES: usize = 32 << 20;
-/// Shared memory of one of a multiprocessor's two blocks.
-const SHARED_OF_TWO: usize = 113 << 10;
-
-/// What the sweep over Gemma's matrices found best (`cargo bench ... sweep`, one H200, 2026-11-30): outputs, inputs, gated,
-/// then for bf16, FP8, NVFP4, four-bit integers, Q4_K and Sub16 the shape for 1 row and for 2 to 7: where x is kept and strips a
-/// warp (G global, T global and two, S shared, D shared and two), log2 of the groups of strips, planes.
-#[rustfmt::skip]
-static MEASURED: &[(usize, usize, bool, &str)] = &[
-    (16384, 5376, false, "G11 T11 D01 T01 D11 T11 D11 T11 S21 G01 S21 G21"), // 31B qkv
-    (5376, 8192, false, "S13 S03 S02 S13 T13 T13 D02 T13 S12 G23 S02 G02"), // 31B o
-    (43008, 5376, true, "G11 T11 S11 T01 D01 T01 D01 T01 S11 G11 G11 G11"), // 31B gate+up
-    (5376, 21504, false, "G13 T03 T03 T03 D13 T13 D03 T03 S23 G13 S13 G13"), // 31B down
-    (8192, 2816, false, "S01 G13 D12 T01 S22 T12 D12 T01 G11 G11 S12 S12"), // 26B qkv
-    (2816, 4096, false, "T03 T03 T13 T13 T13 T13 T13 T13 G12 G12 G12 G13"), // 26B o
-    (4224, 2816, true, "S11 S11 S11 T01 T01 T01 D01 T01 S11 G11 G11 G11"), // 26B gate+up
-    (2816, 2112, false, "S12 T02 T13 T13 G23 T13 G23 T13 --- --- --- ---"), // 26B down
-    (2560, 1536, false, "T13 T02 G13 G12 G12 G12 G13 G12 G12 G12 G13 G12"), // E2B qkv
-    (1536, 2048, false, "T02 T02 G02 G02 T02 G02 G02 G02 G13 G13 G02 G02"), // E2B o
-    (12288, 1536, true, "S11 S11 T11 T11 T11 T11 T11 T11 S21 G21 G21 G21"), // E2B gate+up
-    (1536, 6144, false, "S02 T03 G02 T03 G02 G02 T03 G02 G13 G02 G02 G02"), // E2B down
-    (24576, 1536, true, "S11 S11 S11 S11 T21 T11 D11 T21 D21 G31 S11 S11"), // E2B gate+up wide
-    (1536, 12288, false, "S02 G02 S02 G02 G02 G02 S02 G02 G02 G02 G02 G02"), // E2B down wide
-    (262144, 1536, false, "S11 S11 S11 S11 D11 D11 D11 D11 D21 S21 S11 S11"), // E2B head
-];
-
-/// The measured shape of a product, if there is one that may be used.
-fn measured(work: Work) -> Option<Choice> {
-    let Work { shape, rows, gated, most_planes, sms, .. } = work;
-    if rows >= 8 || sms != 132 {
-        return None;
-    }
-    let (.., codes) = MEASURED.iter().find(|m| (m.0, m.1, m.2) == (shape.rows, shape.cols, gated))?;
-    let class = match shape.form {
-        Form::Bf16 => 0,
-        Form::Fp8 | Form::Fp8Block | Form::Int8 | Form::Int8Min => 1,
-        Form::Nvfp4 => 2,
-        Form::Int4 | Form::Int4Bf16 | Form::Int4Min => 3,
-        Form::Q4K => 4,
-        Form::Q5K | Form::Sub16 => 5,
-    };
-    let code = codes.split(' ').nth(2 * class + usize::from(rows > 1))?.as_bytes();
-    let variant = match code[0] {
-        b'G' => Variant::Global,
-        b'T' => Variant::GlobalTwo,
-        b'S' => Variant::Shared,
-        b'D' => Variant::SharedTwo,
-        _ => return None,
-    };
-    let (lwm, planes) = (usize::from(code[1] - b'0'), usize::from(code[2] - b'0'));
-    let (list, fits) = (work.candidates(variant), |c: &Choice| c.shared(shape, rows) <= SHARED_OF_TWO);
-    let wanted =
-        list.into_iter().map(|(c, _)| c).find(|c| c.lwm == lwm && c.planes == planes.min(most_planes));
-    wanted.filter(fits)
-}
-
-impl Choice {
-    /// The shape of a product: `groups` matrices of `shape` (1, or the experts that a batch may choose), their sums in
-    /// at most `most_planes` planes, on `multiprocessors`.
-    pub fn of(
-        shape: PackedShape,
-        rows: usize,
-        gated: bool,
-        most_planes: usize,
-        multiprocessors: usize,
-    ) -> Choice {
-        let form = shape.form;
-        let integer = !matches!(form, Form::Bf16 | Form::Fp8 | Form::Fp8Block | Form::Nvfp4);
-        let two = ring(form, true).is_some();
-        let four_bits = matches!(form, Form::Nvfp4 | Form::Int4 | Form::Int4Bf16 | Form::Int4Min);
-        // Inputs that are no whole chunk need the zeros that only the copy in shared memory has.
-        let ragged = !shape.cols.is_multiple_of(form.chunk_inputs());
-        let work =
-            Work { shape, rows, gated, most_planes, sms: multiprocessors, groups: 1, scaled_groups: 0 };
-        if ragged {
-            return work.balance(Variant::Shared);
-        }
-        if let Some(choice) = measured(work) {
-            return choice;
-        }
-        let variant = match rows {
-            _ if !two => Variant::Global,
-            1 if shape.bytes() >= LARGE_BYTES && four_bits => Variant::SharedTwo,
-            1 if shape.bytes() >= LARGE_BYTES => Variant::Shared,
-            _ if form == Form::Q4K || rows > 8 && integer => Variant::Global,
-            _ => Variant::GlobalTwo,
-        };
-        let choice = work.balance(variant);
-        match variant {
-            Variant::Shared | Variant::SharedTwo if choice.shared(shape, rows) > SHARED_OF_TWO => {
-                work.balance(if variant == Variant::SharedTwo { Variant::GlobalTwo } else { Variant::Global })
-            }
-            _ => choice,
-        }
-    }
-
-    /// Strips of a unit.
-    fn unit(self) -> usize {
-        (1 << self.lwm) * self.variant.strips()
-    }
-
-    /// Every shape that a plain product could take, for sweeps.
-    pub fn all(
-        shape: PackedShape,
-        rows: usize,
-        gated: bool,
-        most_planes: usize,
-        multiprocessors: usize,
-    ) -> Vec<Choice> {
-        let two = ring(shape.form, true).is_some();
-        let work =
-            Work { shape, rows, gated, most_planes, sms: multiprocessors, groups: 1, scaled_groups: 0 };
-        [Variant::Global, Variant::GlobalTwo, Variant::Shared, Variant::SharedTwo]
-            .into_iter()
-            .filter(|v| {
-                (two || v.strips() == 1) && (rows <= 8 || matches!(v, Variant::Global | Variant::GlobalTwo))
-            })
-            .flat_map(|v| work.candidates(v))
-            .map(|(choice, _)| choice)
-            .filter(|c| c.shared(shape, rows) <= SHARED_OF_TWO)
-            .collect()
-    }
-
-    fn kernel(self, form: Form) -> Kernel {
-        let entries = ENTRIES.iter().find(|e| e.form == form).expect("every form has its kernels");
-        let n2 = self.tiles > 1;
-        let entry = match self.variant {
-            Variant::Global => entries.global[usize::from(n2)],
-            Variant::GlobalTwo => entries.global_two[usize::from(n2)],
-            Variant::Shared => entries.shared,
-            Variant::SharedTwo => entries.shared_two,
-            Variant::Up => entries.up[usize::from(n2)],
-            Variant::UpShared => entries.up_shared,
-            Variant::Down => entries.down[usize::from(n2)],
-        };
-        Kernel::new(entries.family, entry)
-    }
-
-    /// Shared memory of a block.
-    fn shared(self, shape: PackedShape, rows: usize) -> usize {
-        let strips = self.variant.strips();
-        let (cw, ns) = ring(shape.form, strips == 2).expect("chosen only where there is one");
-        let scratch = if matches!(shape.form, Form::Q4K | Form::Q5K) { 1024 } else { 0 };
-        let own = ns * 8 * cw * strips * shape.form.chunk_bytes()
-            + 8 * strips * scratch
-            + 2 * 8 * strips * self.tiles * 512
-            + (2 * ns + 4) * 8;
-        let inputs = (shape.chunks().div_ceil(self.planes) + 1) * shape.form.chunk_inputs();
-        let (x, list) = (rows * (inputs * 2 + 16), MAX_EXPERTS * 4 + MAX_EXPERTS * 64);
-        let x = match self.variant {
-            Variant::Shared | Variant::SharedTwo => x,
-            Variant::Up => list,
-            Variant::UpShared => list + x,
-            Variant::Down => MAX_EXPERTS * 4 + 2 * self.scale_rows * 16 * self.unit() * 4,
-            _ => 0,
-        };
-        own + x
-    }
-}
-
-/// What is to be done, for the choice of a shape.
-#[derive(Clone, Copy)]
-struct Work {
-    shape: PackedShape,
-    rows: usize,
-    gated: bool,
-    most_planes: usize,
-    sms: usize,
-    /// Experts that a batch is likely to choose; 1 for a plain product.
-    groups: usize,
-    /// Experts whose row scales a block of the down product keeps at most.
-    scaled_groups: usize,
-}
-
-impl Work {
-    /// The groups of strips and planes with the shortest time by a plain model: the bytes of the fullest multiprocessor,
-    /// or the rounds of a warp.
-    fn balance(self, variant: Variant) -> Choice {
-        let best = self.candidates(variant).into_iter().min_by(|a, b| a.1.total_cmp(&b.1));
-        best.expect("one plane and eight groups of strips are always possible").0
-    }
-
-    /// Every shape and its time in nanoseconds by the model.
-    fn candidates(self, variant: Variant) -> Vec<(Choice, f64)> {
-        let Work { shape, rows, sms, .. } = self;
-        let pieces = shape.form.chunk_inputs() / 64;
-        let chunks = shape.chunks() * if variant == Variant::Down { self.groups } else { 1 };
-        let mut list = Vec::new();
-        for lwm in 0..4 {
-            let unit = (1 << lwm) * variant.strips();
-            let scales = 2 * self.scaled_groups * 16 * unit * 4;
-            if self.gated && unit < 2 || lwm > 0 && (scales > 16 << 10 || unit > MAX_UNIT) {
-                continue;
-            }
-            let units = shape.strips().div_ceil(unit) * if variant == Variant::Up { self.groups } else { 1 };
-            for planes in 1..=self.most_planes.clamp(1, MAX_PLANES) {
-                if planes > 1 && chunks * pieces / planes < 4 {
-                    continue;
-                }
-                let blocks = units.min(2 * sms / planes);
-                let (cut, rounds) = (chunks.div_ceil(planes), units.div_ceil(blocks));
-                let bytes = (units * planes).div_ceil(sms) * unit * cut * shape.form.chunk_bytes();
-                let memory = bytes as f64 / 33.0;
-                let steps = cut.div_ceil(8 >> lwm) * pieces * variant.strips();
-                // The sums of a unit: eight warps' parts, added up by as many warps as there are rows.
-                let sums = (unit * 16 * rows).div_ceil(32 * rows.min(8)) as f64 * 60.0;
-                let warps = rounds as f64 * (steps as f64 * chunk_ns(shape.form) + 290.0 + sums);
-                let time = memory.max(warps) + 0.25 * memory.min(warps) + 60.0 * planes as f64;
-                let choice = Choice {
-                    variant,
-                    tiles: rows.div_ceil(8),
-                    lwm,
-                    planes,
-                    blocks,
-                    scale_rows: self.scaled_groups,
-                };
-                list.push((choice, time));
-            }
-        }
-        list
-    }
-}
-
-struct Entries {
-    form: Form,
-    family: &'static str,
-    global: [&'static str; 2],
-    global_two: [&'static str; 2],
-    shared: &'static str,
-    shared_two: &'static str,
-    up: [&'static str; 2],
-    up_shared: &'static str,
-    down: [&'static str; 2],
-}
-
-macro_rules! entries {
-    ($($form:ident $name:literal),*) => {
-        [$(Entries {
-            form: Form::$form,
-            family: concat!("skinny_", $name, "_sm90"),
-            global: [concat!("skinny_", $name, "_n1_g1"), concat!("skinny_", $name, "_n2_g1")],
-            global_two: [concat!("skinny_", $name, "_n1_g2"), concat!("skinny_", $name, "_n2_g2")],
-            shared: concat!("skinny_", $name, "_n1_s1"),
-            shared_two: concat!("skinny_", $name, "_n1_s2"),
-            up: [concat!("skinny_", $name, "_n1_up"), concat!("skinny_", $name, "_n2_up")],
-            up_shared: concat!("skinny_", $name, "_n1_ups"),
-            down: [concat!("skinny_", $name, "_n1_down"), concat!("skinny_", $name, "_n2_down")],
-        }),*]
-    };
-}
-
-static ENTRIES: [Entries; 12] = entries![
-    Bf16 "bf16", Fp8 "fp8", Fp8Block "fp8_block", Nvfp4 "nvfp4", Int4 "int4", Int4Bf16 "int4_bf16",
-    Int4Min "int4_min", Int8 "int8", Int8Min "int8_min", Q4K "q4_k", Q5K "q5_k", Sub16 "sub16"
-];
-
-fn refuse(what: String) -> Error {
+pub(super) fn refuse(what: String) -> Error {
     Error::Shape { kernel: "skinny_gemm", what }
 }
 
 /// Queues a product. Returns how many planes of sums were written.
 ///
 /// # Errors
-/// `Shape` for rows beyond 16, a stride of x that is no multiple of 8, a gated matrix whose halves are no whole strips,
+/// `Shape` for rows beyond [`most_rows`], a stride of x that is no multiple of 8, a gated matrix whose halves are no whole strips,
 /// inputs that are neither whole chunks nor small enough for shared memory.
 ///
 /// # Safety
@@ -464,10 +139,10 @@ fn refuse(what: String) -> Error {
 pub unsafe fn linear(queue: Queue<'_>, call: &Linear) -> Result<usize> {
     let shape = call.weights.shape;
     let gated = matches!(call.output, Output::Gated(_));
-    check(shape, call.rows, call.x_stride, gated)?;
+    check(shape, call.rows, most_rows(shape.form), call.x_stride, gated)?;
     let sms = queue.stream.context().info.multiprocessors as usize;
     let most_planes = match call.output {
-        Output::F32 { softcap: 0.0 } => call.most_planes,
+        Output::F32 { softcap: 0.0 } if call.rows <= MAX_ROWS => call.most_planes,
         _ => 1,
     };
     let choice = Choice::of(shape, call.rows, gated, most_planes, sms);
@@ -484,10 +159,17 @@ pub unsafe fn linear(queue: Queue<'_>, call: &Linear) -> Result<usize> {
 /// As [`linear`]; the choice was made for this product.
 pub unsafe fn linear_as(queue: Queue<'_>, call: &Linear, choice: Choice) -> Result<usize> {
     let shape = call.weights.shape;
-    let gated = matches!(call.output, Output::Gated(_));
     if choice.tiles > 1 && matches!(choice.variant, Variant::Shared | Variant::SharedTwo) {
         return Err(refuse(format!("{} inputs for more than 8 rows", shape.cols)));
     }
+    // SAFETY: the caller's; the shape is the kernel's own.
+    unsafe { launch(queue, shape, call.rows, choice, &linear_arguments(call, choice))? };
+    Ok(choice.planes)
+}
+
+/// What a kernel takes of a product in a shape.
+pub(super) fn linear_arguments(call: &Linear, choice: Choice) -> SkinnyArgs {
+    let gated = matches!(call.output, Output::Gated(_));
     let mut args = arguments(&call.weights, call.rows, choice, gated);
     args.x = call.x;
     args.ldx = call.x_stride as i32;
@@ -507,9 +189,7 @@ pub unsafe fn linear_as(queue: Queue<'_>, call: &Linear, choice: Choice) -> Resu
             args.ld_times = stride as i32;
         }
     }
-    // SAFETY: the caller's; the shape is the kernel's own.
-    unsafe { launch(queue, shape, call.rows, choice, &args)? };
-    Ok(choice.planes)
+    args
 }
 
 /// The planes that [`linear`] would write for this product.
@@ -517,123 +197,15 @@ pub fn planes(shape: PackedShape, rows: usize, most_planes: usize, multiprocesso
     Choice::of(shape, rows, false, most_planes, multiprocessors).planes
 }
 
-/// Gate and up of chosen experts: `hidden[group][row] = weight[group][row] * f(gate) * up` in bf16, zero where the row
-/// did not choose the group's expert.
-#[derive(Clone, Copy, Debug)]
-pub struct ExpertsUp {
-    /// Gate rows, then up rows, of every expert.
-    pub weights: Weights,
-    /// The choice.
-    pub chosen: Chosen,
-    /// Experts that each row chooses.
-    pub top_k: usize,
-    /// bf16 `[rows][x_stride]`.
-    pub x: DevPtr,
-    /// Values from row to row of `x`.
-    pub x_stride: usize,
-    /// Rows, 1 to 16.
-    pub rows: usize,
-    /// `[groups][rows][hidden_stride]`, room for `min(experts, rows * top_k)` groups.
-    pub hidden: DevPtr,
-    /// Values from row to row of `hidden`, a multiple of 8.
-    pub hidden_stride: usize,
-    /// Activation.
-    pub gate: Gate,
-}
-
-/// Queues [`ExpertsUp`].
-///
-/// # Errors
-/// `Shape`, as [`linear`].
-///
-/// # Safety
-/// As [`linear`]; the ids in `chosen` are experts of the stack.
-pub unsafe fn experts_up(queue: Queue<'_>, call: &ExpertsUp) -> Result<()> {
-    let shape = call.weights.shape;
-    check(shape, call.rows, call.x_stride, true)?;
-    whole_chunks(shape)?;
-    let sms = queue.stream.context().info.multiprocessors as usize;
-    let groups = likely_groups(call.rows, call.top_k);
-    let work = Work { shape, rows: call.rows, gated: true, most_planes: 1, sms, groups, scaled_groups: 0 };
-    let mut choice = work.balance(Variant::Up);
-    let shared = Choice { variant: Variant::UpShared, ..choice };
-    if choice.tiles == 1 && shared.shared(shape, call.rows) <= SHARED_OF_TWO {
-        choice = shared;
-    }
-    let mut args = arguments(&call.weights, call.rows, choice, true);
-    args.x = call.x;
-    args.ldx = call.x_stride as i32;
-    args.out = call.hidden;
-    args.ldo = call.hidden_stride as i32;
-    args.groups = call.chosen.groups;
-    args.group_weight = call.chosen.weights;
-    args.activation = call.gate as i32;
-    // SAFETY: the caller's; the shape is the kernel's own.
-    unsafe { launch(queue, shape, call.rows, choice, &args) }
-}
-
-/// Down of chosen experts, summed over them: `out[row] = sum over groups of Down_group hidden[group][row]`.
-#[derive(Clone, Copy, Debug)]
-pub struct ExpertsDown {
-    /// All experts' matrices.
-    pub weights: Weights,
-    /// The choice; its weights are in `hidden` already.
-    pub chosen: Chosen,
-    /// Experts that each row chooses.
-    pub top_k: usize,
-    /// bf16 `[groups][rows][hidden_stride]`.
-    pub hidden: DevPtr,
-    /// Values from row to row of `hidden`, a multiple of 8.
-    pub hidden_stride: usize,
-    /// Rows, 1 to 16.
-    pub rows: usize,
-    /// float32 `[planes][rows][out_stride]`.
-    pub out: DevPtr,
-    /// Values from row to row of `out`.
-    pub out_stride: usize,
-    /// Planes that `out` has room for.
-    pub most_planes: usize,
-}
-
-/// Queues [`ExpertsDown`]. Returns how many planes of sums were written.
-///
-/// # Errors
-/// `Shape`, as [`linear`].
-///
-/// # Safety
-/// As [`experts_up`].
-pub unsafe fn experts_down(queue: Queue<'_>, call: &ExpertsDown) -> Result<usize> {
-    let shape = call.weights.shape;
-    check(shape, call.rows, call.hidden_stride, false)?;
-    whole_chunks(shape)?;
-    let sms = queue.stream.context().info.multiprocessors as usize;
-    let groups = likely_groups(call.rows, call.top_k);
-    let scaled_groups =
-        if call.weights.row_scales == DevPtr::NULL { 0 } else { MAX_EXPERTS.min(call.rows * call.top_k) };
-    let most_planes = call.most_planes;
-    let work = Work { shape, rows: call.rows, gated: false, most_planes, sms, groups, scaled_groups };
-    let choice = work.balance(Variant::Down);
-    let mut args = arguments(&call.weights, call.rows, choice, false);
-    args.x = call.hidden;
-    args.ldx = call.hidden_stride as i32;
-    args.out = call.out;
-    args.ldo = call.out_stride as i32;
-    args.groups = call.chosen.groups;
-    args.group_weight = call.chosen.weights;
-    // SAFETY: the caller's; the shape is the kernel's own.
-    unsafe { launch(queue, shape, call.rows, choice, &args)? };
-    Ok(choice.planes)
-}
-
-/// Distinct experts that the launch shape is chosen for: all different for one row, fewer for many.
-fn likely_groups(rows: usize, top_k: usize) -> usize {
-    let all = MAX_EXPERTS as f64;
-    (all * (1.0 - (1.0 - top_k as f64 / all).powi(rows as i32))).round().max(1.0) as usize
-}
-
-fn check(shape: PackedShape, rows: usize, x_stride: usize, gated: bool) -> Result<()> {
-    if rows == 0 || rows > MAX_ROWS {
-        return Err(refuse(format!("{rows} rows, it takes 1 to {MAX_ROWS}")));
+pub(super) fn check(
+    shape: PackedShape,
+    rows: usize,
+    most: usize,
+    x_stride: usize,
+    gated: bool,
+) -> Result<()> {
+    if rows == 0 || rows > most {
+        return Err(refuse(format!("{rows} rows, it takes 1 to {most}")));
     }
     if !x_stride.is_multiple_of(8) || !shape.cols.is_multiple_of(8) {
         return Err(refuse(format!(
@@ -650,14 +222,7 @@ fn check(shape: PackedShape, rows: usize, x_stride: usize, gated: bool) -> Resul
     Ok(())
 }
 
-fn whole_chunks(shape: PackedShape) -> Result<()> {
-    match shape.cols.is_multiple_of(shape.form.chunk_inputs()) && shape.rows.is_multiple_of(16) {
-        true => Ok(()),
-        false => Err(refuse(format!("experts of {} x {}", shape.rows, shape.cols))),
-    }
-}
-
-fn arguments(weights: &Weights, rows: usize, choice: Choice, gated: bool) -> SkinnyArgs {
+pub(super) fn arguments(weights: &Weights, rows: usize, choice: Choice, gated: bool) -> SkinnyArgs {
     let shape = weights.shape;
     let strips = if gated { shape.strips() / 2 } else { shape.strips() };
     let per_group = strips.div_ceil(choice.unit() / if gated { 2 } else { 1 });
@@ -687,7 +252,6 @@ fn arguments(weights: &Weights, rows: usize, choice: Choice, gated: bool) -> Ski
         per_group: per_group as i32,
         magic_group: reciprocal(per_group),
         magic_chunks: reciprocal(shape.chunks()),
-        scale_rows: choice.scale_rows as i32,
         softcap: 0.0,
     }
 }
@@ -700,48 +264,15 @@ fn reciprocal(n: usize) -> u32 {
 
 /// # Safety
 /// As [`linear`].
-unsafe fn launch(
+pub(super) unsafe fn launch(
     queue: Queue<'_>,
     shape: PackedShape,
     rows: usize,
     choice: Choice,
-    args: &SkinnyArgs,
+    args: &impl Args,
 ) -> Result<()> {
     let grid = [choice.blocks as u32, choice.planes as u32, 1];
     let grid = Shape::grid(grid, 288).shared(choice.shared(shape, rows) as u32).dependent();
     // SAFETY: the caller's.
     unsafe { queue.launch(choice.kernel(shape.form), grid, args) }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn choice(form: Form, rows: usize, cols: usize, n: usize, planes: usize) -> (usize, usize, usize) {
-        let c = Choice::of(PackedShape { form, rows, cols }, n, false, planes, 132);
-        (1 << c.lwm, c.planes, c.blocks)
-    }
-
-    #[test]
-    fn small_matrices_get_one_unit_a_block() {
-        // As the sweep in docs/cuda-prototypes.md found best.
-        assert_eq!(choice(Form::Nvfp4, 2816, 4096, 1, 3), (2, 3, 44));
-        assert_eq!(choice(Form::Bf16, 1536, 6144, 1, 3), (1, 2, 96));
-        assert_eq!(choice(Form::Fp8, 2816, 2112, 1, 3), (2, 3, 44));
-    }
-
-    #[test]
-    fn shared_memory_always_fits() {
-        for form in Form::ALL {
-            for cols in [256, 768, 1536, 2816, 5376, 8192, 21504, 22528] {
-                for rows in [16, 1536, 2816, 5376, 8192, 43008, 262144] {
-                    for n in 1..=16 {
-                        let shape = PackedShape { form, rows, cols };
-                        let c = Choice::of(shape, n, false, 3, 132);
-                        assert!(c.shared(shape, n) <= SHARED_OF_TWO, "{form:?} {rows} x {cols}, {n} rows");
-                    }
-                }
-            }
-        }
-    }
 }

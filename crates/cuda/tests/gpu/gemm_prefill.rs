@@ -3,6 +3,7 @@
 use lapidary_cuda::kernels::gemm_prefill::{
     Combine, Grouped, Lists, combine_pairs, grouped_down, grouped_up, linear, sort_pairs,
 };
+use lapidary_cuda::kernels::gemm_wide;
 use lapidary_cuda::kernels::skinny_gemm::{Gate, Linear, Output};
 use lapidary_formats::{Format, Scaling};
 
@@ -13,12 +14,28 @@ fn relative(format: Format) -> f64 {
     if matches!(format, Format::Q5_0 | Format::Q6K | Format::Q3K) { 1e-4 } else { 2e-5 }
 }
 
-/// A plain product in float32, then the same matrix gated and as a gate.
+/// A plain product in float32, then the same matrix gated and as a gate; of the forms that have them also by the kernels
+/// for very many rows.
 fn products(lab: &Lab, format: Format, scaling: Scaling, m: usize, k: usize, rows: usize) {
-    let what = format!("{format} {scaling:?} {m} x {k}, {rows} rows");
+    for wide in [false, true] {
+        products_by(lab, format, scaling, (m, k, rows), wide);
+    }
+}
+
+fn products_by(lab: &Lab, format: Format, scaling: Scaling, size: (usize, usize, usize), wide: bool) {
+    let (m, k, rows) = size;
+    let what = format!("{format} {scaling:?} {m} x {k}, {rows} rows, wide {wide}");
     let encoded = matrix(format, scaling, m, k, 7);
     let view = encoded.view("w");
     let packed = Packed::stack(lab, std::slice::from_ref(&view));
+    let workspace = lab.poisoned(gemm_wide::workspace_bytes(packed.shape, rows));
+    // SAFETY: the buffers are as large as the calls say, here and below.
+    let run = |call: &Linear| unsafe {
+        match wide {
+            true => gemm_wide::linear(lab.queue(), call, workspace.ptr()).unwrap(),
+            false => linear(lab.queue(), call).unwrap(),
+        }
+    };
     let (x_stride, out_stride) = (k.next_multiple_of(8) + 16, m + 3);
     let x: Vec<f32> = random_bf16(rows * x_stride, 3).iter().map(|v| v * 2.0).collect();
     let device_x = lab.bf16(&x);
@@ -35,8 +52,7 @@ fn products(lab: &Lab, format: Format, scaling: Scaling, m: usize, k: usize, row
         output: Output::F32 { softcap: 0.0 },
         most_planes: 1,
     };
-    // SAFETY: the buffers are as large as the call says.
-    lab.twice(&out, || unsafe { linear(lab.queue(), &call).unwrap() });
+    lab.twice(&out, || run(&call));
     let found = lab.read_f32(&out, rows * out_stride);
     let mut judge = Judge::new(&what);
     for n in 0..rows {
@@ -60,8 +76,7 @@ fn products(lab: &Lab, format: Format, scaling: Scaling, m: usize, k: usize, row
             false => Output::GateTimes { gate: Gate::GeluTanh, times: device_times.ptr(), stride: m },
         };
         lab.poison(&out);
-        // SAFETY: as above.
-        unsafe { linear(lab.queue(), &call).unwrap() };
+        run(&call);
         let found = lab.read_bf16(&out, rows * out_stride);
         let mut judge = Judge::new(&what);
         for n in 0..rows {

@@ -10,8 +10,10 @@ mod gemm_prefill;
 mod lab;
 mod ops;
 mod pair;
+mod per_layer;
 mod probe;
 mod producers;
+mod skinny_experts;
 mod skinny_gemm;
 
 use std::sync::Arc;

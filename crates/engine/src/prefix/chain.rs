@@ -1,11 +1,11 @@
 //! Names for what a sequence begins with.
 //!
 //! ```text
-//! key(b) = SHA-256(key(b - 1), content of the block's 32 rows),   key(-1) = zeros
+//! key(b) = SHA-256(key(b - 1), content of the block's 32 rows),   key(-1) = the family, zeros for rows as they are
 //! ```
 //!
-//! so that one key stands for everything up to the end of its block, and equal keys mean equal keys and values. A
-//! text row's content is its token id; a soft row's is a hash of its embedding. A row of a vision block may see the
+//! so that one key stands for everything up to the end of its block, and equal keys mean equal keys and values. The
+//! family sets apart sequences whose rows are edited: it is a digest of the edits. A text row's content is its token id; a soft row's is a hash of its embedding. A row of a vision block may see the
 //! whole block, rows that come later included, so its content is the hash of the block and its place in it.
 
 use std::fmt;
@@ -26,6 +26,8 @@ impl fmt::Debug for BlockKey {
 /// The keys of a sequence's whole blocks, and the rows behind the last of them.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Chain {
+    /// What stands before the first block.
+    family: [u8; 32],
     keys: Vec<BlockKey>,
     /// Contents of the rows behind the last whole block.
     rest: Vec<u8>,
@@ -44,6 +46,11 @@ pub(crate) enum Content<'a> {
 }
 
 impl Chain {
+    /// A chain of sequences whose rows are edited alike.
+    pub fn of(family: [u8; 32]) -> Chain {
+        Chain { family, ..Chain::default() }
+    }
+
     /// Adds a row.
     pub fn push(&mut self, content: Content<'_>) {
         match content {
@@ -63,7 +70,7 @@ impl Chain {
         }
         self.rest_rows += 1;
         if self.rest_rows == PAGE_TOKENS {
-            let before = self.keys.last().map_or([0; 32], |k| k.0);
+            let before = self.keys.last().map_or(self.family, |k| k.0);
             let hash = Sha256::new().chain_update(before).chain_update(&self.rest).finalize();
             self.keys.push(BlockKey(hash.into()));
             self.rest.clear();
@@ -127,6 +134,9 @@ mod tests {
         }
         assert_eq!(base.common(&chain(0..70)), 2);
         assert_eq!(base.common(&Chain::default()), 0);
+        let mut edited = Chain::of([7; 32]);
+        (0..131).for_each(|t| edited.push(Content::Text(t)));
+        assert_eq!((edited.keys().len(), base.common(&edited)), (4, 0), "another family shares nothing");
     }
 
     #[test]

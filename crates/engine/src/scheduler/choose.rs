@@ -5,6 +5,9 @@ use std::time::Duration;
 use super::Scheduler;
 use super::sequence::{Rank, Sequence};
 
+/// A gap between two tokens that nobody minds: a batch may take as long, whatever that does to the streams' pace.
+const UNSEEN: Duration = Duration::from_millis(40);
+
 /// What a batch still has room for.
 struct Room {
     rows: usize,
@@ -44,7 +47,10 @@ impl Scheduler {
                 let left = last_token_at.saturating_add(self.options.max_stall).saturating_sub(now);
                 let time = left.min(self.options.max_stall / every as u32);
                 // The caller has things to do between two steps.
-                let fits = self.pace.rows_within(time * 7 / 8).saturating_sub(served);
+                let bound = self.pace.rows_surely_within(time * 7 / 8);
+                let alone = self.pace.streams_alone(served);
+                let even = self.pace.rows_within((alone * self.options.max_slowdown).max(UNSEEN));
+                let fits = bound.min(even).saturating_sub(served);
                 fits.max(self.options.min_prompt_rows).min(room.rows)
             }
         };

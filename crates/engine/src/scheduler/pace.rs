@@ -5,8 +5,9 @@
 //! ```
 //!
 //! fitted by least squares in which older steps count less and less, so that it follows a context that grows.
-//! Steps that took longer than it said raise a margin, which then wears off. A batch may be at most twice as
-//! long as the longest seen, since the line says nothing about lengths that were never tried.
+//! Steps that took longer than it said raise a margin, which then wears off; a bound is kept with it, a mere wish
+//! without, since on a shared machine a few slow steps would halve the others. A batch may be at most twice as long as
+//! the longest seen, since the line says nothing about lengths that were never tried.
 
 use std::time::Duration;
 
@@ -14,6 +15,8 @@ use std::time::Duration;
 const MEMORY: f64 = 0.95;
 /// The same for the margin.
 const MARGIN_MEMORY: f64 = 0.9;
+/// What a step of streams alone counts for beside those before it.
+const STREAMS_MEMORY: f64 = 0.8;
 /// Rows that are tried when no step was seen.
 const FIRST_ROWS: usize = 32;
 
@@ -23,11 +26,13 @@ pub(super) struct Pace {
     sums: [f64; 5],
     margin: f64,
     longest: usize,
+    /// Rows and seconds of recent steps of streams alone.
+    streams: Option<(f64, f64)>,
 }
 
 impl Default for Pace {
     fn default() -> Pace {
-        Pace { sums: [0.0; 5], margin: 1.0, longest: FIRST_ROWS / 2 }
+        Pace { sums: [0.0; 5], margin: 1.0, longest: FIRST_ROWS / 2, streams: None }
     }
 }
 
@@ -49,11 +54,37 @@ impl Pace {
         self.longest = self.longest.max(rows);
     }
 
-    /// Rows of a batch that is done within `time`.
+    /// That step had rows of streams alone. Each of these has logits, which other rows have not, so the line through all
+    /// steps says little about them.
+    pub fn observe_streams(&mut self, rows: usize, time: Duration) {
+        let (x, y) = (rows as f64, time.as_secs_f64());
+        let mean = |old: f64, new: f64| old * STREAMS_MEMORY + new * (1.0 - STREAMS_MEMORY);
+        self.streams = Some(self.streams.map_or((x, y), |(rows, time)| (mean(rows, x), mean(time, y))));
+    }
+
+    /// Time that a step of `rows` streams takes alone, as far as is known.
+    pub fn streams_alone(&self, rows: usize) -> Duration {
+        let Some((seen, time)) = self.streams else { return self.time_of(rows) };
+        let slope = self.line().map_or(0.0, |(_, slope)| slope);
+        Duration::from_secs_f64((time + slope * (rows as f64 - seen)).max(time / 2.0))
+    }
+
+    /// Rows of a batch that is done within `time`, even if it goes slowly.
+    pub fn rows_surely_within(&self, time: Duration) -> usize {
+        self.rows_within(time.div_f64(self.margin))
+    }
+
+    /// Time that a batch of `rows` rows takes, as far as is known.
+    pub fn time_of(&self, rows: usize) -> Duration {
+        let (base, slope) = self.line().unwrap_or_default();
+        Duration::from_secs_f64(base + slope * rows as f64)
+    }
+
+    /// Rows of a batch that takes `time`.
     pub fn rows_within(&self, time: Duration) -> usize {
         let cap = 2 * self.longest;
         let Some((base, slope)) = self.line() else { return cap };
-        let spare = time.as_secs_f64() / self.margin - base;
+        let spare = time.as_secs_f64() - base;
         match spare >= slope * cap as f64 {
             true => cap,
             false => (spare / slope).max(0.0) as usize,
@@ -95,7 +126,7 @@ mod tests {
             pace.observe(rows, ms(3.0 + 0.5 * rows as f64));
         }
         // Before the third step the line was a guess, which has raised the margin a little.
-        let found = pace.rows_within(ms(53.0));
+        let found = pace.rows_surely_within(ms(53.0));
         assert!((60..=100).contains(&found), "{found}");
         for rows in [8, 100].repeat(60) {
             pace.observe(rows, ms(3.0 + 0.5 * rows as f64));
@@ -107,6 +138,19 @@ mod tests {
         }
         let found = pace.rows_within(ms(53.0));
         assert!((46..=47).contains(&found), "{found}");
+    }
+
+    #[test]
+    fn one_slow_step_shortens_what_must_be_kept_and_hardly_what_is_wished() {
+        let mut pace = Pace::default();
+        for rows in [8, 100].repeat(60) {
+            pace.observe(rows, ms(3.0 + 0.5 * rows as f64));
+        }
+        assert!((pace.time_of(40).as_secs_f64() * 1e3 - 23.0).abs() < 0.1);
+        pace.observe(8, ms(21.0));
+        let (surely, likely) = (pace.rows_surely_within(ms(53.0)), pace.rows_within(ms(53.0)));
+        assert!(surely < 35, "{surely}");
+        assert!((90..=102).contains(&likely), "{likely}");
     }
 
     #[test]

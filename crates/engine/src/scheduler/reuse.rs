@@ -106,7 +106,7 @@ impl Scheduler {
     pub(crate) fn stored(&self, prepared: &Prepared, store: &Store) -> Option<Wanted> {
         let (tree, chain) = (self.prefix.as_ref()?, prepared.chain.as_ref()?);
         let keys = chain.keys();
-        let most = sequence::reusable(prepared.prompt.len(), prepared.score_from);
+        let most = sequence::reusable(prepared.prompt.len(), prepared.score_from, prepared.run_from);
         let found = tree.find(keys, most);
         let first = |blocks| tree.window_from(blocks);
         let blocks = store.depth(keys, found.known, found.usable, most, first)?;

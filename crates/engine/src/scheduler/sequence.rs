@@ -51,7 +51,9 @@ pub(super) struct Sequence {
     max_tokens: usize,
     stop_ids: Vec<u32>,
     /// The first token of the prompt whose probability is wanted and not known yet.
-    score_from: Option<usize>,
+    pub score_from: Option<usize>,
+    /// Rows from here on run in any case.
+    pub run_from: Option<usize>,
 }
 
 impl Sequence {
@@ -61,7 +63,6 @@ impl Sequence {
         chain: Option<Chain>,
         max_tokens: usize,
         stop_ids: Vec<u32>,
-        score_from: Option<usize>,
         now: Duration,
     ) -> Sequence {
         Sequence {
@@ -78,7 +79,8 @@ impl Sequence {
             was: 0,
             max_tokens,
             stop_ids,
-            score_from,
+            score_from: None,
+            run_from: None,
         }
     }
 
@@ -156,7 +158,7 @@ impl Sequence {
 
     /// Most blocks of an earlier request that it can go on from: rows whose logits are wanted must run.
     pub fn reusable(&self) -> usize {
-        reusable(self.known(), self.score_from)
+        reusable(self.known(), self.score_from, self.run_from)
     }
 
     /// Rows from the cursor that must run together.
@@ -235,7 +237,9 @@ impl Sequence {
     }
 }
 
-/// Most blocks that a sequence of `known` rows, whose logits are wanted from token `score_from` on, need not run.
-pub(super) fn reusable(known: usize, score_from: Option<usize>) -> usize {
-    score_from.map_or(known, |from| from.min(known)).saturating_sub(1) / PAGE_TOKENS
+/// Most blocks that a sequence of `known` rows, whose logits are wanted from token `score_from` on and more from row
+/// `run_from` on, need not run.
+pub(super) fn reusable(known: usize, score_from: Option<usize>, run_from: Option<usize>) -> usize {
+    let rows = score_from.map_or(known, |from| from.min(known)).saturating_sub(1);
+    run_from.map_or(rows, |from| from.min(rows)) / PAGE_TOKENS
 }

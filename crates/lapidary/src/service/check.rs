@@ -109,11 +109,11 @@ pub(super) fn sampling(
     max_logprobs: u32,
 ) -> Result<SamplingParams, RequestError> {
     let own = &defaults.sampling;
-    if let Some(n) = params.logprobs.filter(|n| *n > max_logprobs) {
-        return Err(RequestError::bad(
-            "logprobs",
-            format!("{n} were asked for, at most {max_logprobs} are given"),
-        ));
+    for (field, asked) in [("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)] {
+        if let Some(n) = asked.filter(|n| *n > max_logprobs) {
+            let text = format!("{n} were asked for, at most {max_logprobs} are given");
+            return Err(RequestError::bad(field, text));
+        }
     }
     let mut logit_bias = Vec::with_capacity(params.logit_bias.len());
     for &(id, bias) in &params.logit_bias {
@@ -147,7 +147,18 @@ pub(super) fn generation(
         return Err(RequestError::bad("n", format!("expected 1 to {max_n}, found {}", params.n)));
     }
     if params.max_tokens == Some(0) {
-        return Err(RequestError::bad("max_tokens", "expected at least 1"));
+        match params.prompt_logprobs {
+            None => {
+                return Err(RequestError::bad(
+                    "max_tokens",
+                    "expected at least 1; 0 goes with prompt_logprobs",
+                ));
+            }
+            Some(_) if params.n > 1 => {
+                return Err(RequestError::bad("n", "several replies without a token are one; expected 1"));
+            }
+            Some(_) => {}
+        }
     }
     if let Some(max) = params.max_tokens.filter(|max| params.min_tokens > *max) {
         let min = params.min_tokens;
@@ -174,10 +185,6 @@ pub(super) fn generation(
                 format!("it has {length} bytes, at most {MAX_STOP_BYTES} are taken"),
             ));
         }
-    }
-    if params.prompt_logprobs.is_some() {
-        let what = "prompt_logprobs: logprobs of the prompt are not given with an answer".to_owned();
-        return Err(RequestError::Unsupported { what });
     }
     ids("stop_ids", &params.stop_ids, tokenizer)
 }

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use lapidary_engine::metrics::EngineStats;
 use lapidary_engine::{Engine, EngineRequest, Error};
+use lapidary_model::Config;
 
 /// Takes back a request.
 pub type Cancel = Box<dyn FnOnce() + Send + Sync>;
@@ -18,6 +19,11 @@ pub trait TokenEngine: Send + Sync {
 
     /// Positions of one sequence.
     fn context(&self) -> usize;
+
+    /// The model's description, for what names its layers; `None` where there is no model.
+    fn config(&self) -> Option<&Config> {
+        None
+    }
 
     /// Tokens of the model's vocabulary.
     fn vocab(&self) -> usize;
@@ -39,8 +45,12 @@ impl TokenEngine for Engine {
         self.options().context
     }
 
+    fn config(&self) -> Option<&Config> {
+        Some(Engine::config(self))
+    }
+
     fn vocab(&self) -> usize {
-        self.config().vocab
+        Engine::config(self).vocab
     }
 
     fn stats(&self) -> EngineStats {

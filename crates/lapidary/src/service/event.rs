@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use super::RequestError;
+use crate::capture::Captured;
 
 /// What happens while a reply is made. [`Finished`](ServiceEvent::Finished) or [`Failed`](ServiceEvent::Failed) comes
 /// exactly once, last.
@@ -22,6 +23,11 @@ pub enum ServiceEvent {
     Progress {
         /// Prompt tokens done, cached ones included.
         fed: usize,
+    },
+    /// More of the prompt's tokens with their probabilities, in order, where they were asked for.
+    Prompt {
+        /// The tokens; the first of all has no probability.
+        tokens: Vec<PromptToken>,
     },
     /// More of the answer.
     Text {
@@ -52,6 +58,11 @@ pub enum ServiceEvent {
         index: usize,
         /// The text to append.
         delta: String,
+    },
+    /// Activations that were asked for; before the end of a reply that did not fail.
+    Captured {
+        /// `positions`, then one tensor for each layer and kind.
+        tensors: Vec<Captured>,
     },
     /// The end of a reply.
     Finished {
@@ -92,6 +103,21 @@ pub struct TokenLogprob {
     /// Natural logarithm of its probability in the model's own distribution (softcapped; before bias, penalties,
     /// temperature, filters and grammar).
     pub logprob: f32,
+    /// The likeliest tokens, best first.
+    pub top: Vec<TopLogprob>,
+}
+
+/// A token of the prompt with its probability, in the model's own distribution.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PromptToken {
+    /// Id.
+    pub token: u32,
+    /// Its text; U+FFFD where it is part of a character. Control tokens are spelled.
+    pub text: String,
+    /// Its bytes.
+    pub bytes: Vec<u8>,
+    /// Natural logarithm of its probability after all that comes before; none for the first.
+    pub logprob: Option<f32>,
     /// The likeliest tokens, best first.
     pub top: Vec<TopLogprob>,
 }

@@ -6,7 +6,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use lapidary_engine::sampling::SamplingParams;
-use lapidary_engine::{EngineRequest, Error as EngineError, Guide, Prompt};
+use lapidary_engine::{EngineRequest, Error as EngineError, Guide, Observer, Prompt, PromptScores};
+use lapidary_ops::SteerSet;
 use lapidary_text::{
     CallGrammar, Grammar, Matcher, OutputOptions, OutputParser, Specials, StreamDecoder, Tools,
     parse_call_arguments,
@@ -15,8 +16,10 @@ use serde_json::{Value, json};
 use tokio::sync::mpsc::unbounded_channel;
 
 use super::guide::{AnswerGrammar, ReplyGuide};
+use super::looks::{self, SharedRecording};
 use super::pipeline::{Pipeline, Reader};
-use super::sink::ReplySink;
+use super::reply::Made;
+use super::sink::{PromptReport, ReplySink};
 use super::{
     Bos, ChatRequest, CompletionPrompt, CompletionRequest, Format, GenerationParams, Inner, Markers,
     ParallelCalls, Reply, RequestError, ToolChoice, check, choice_seed,
@@ -36,6 +39,7 @@ pub(super) struct Job {
     answer: Option<Answer>,
     /// The grammar of one call, for tools that ask for it.
     calls: Option<Matcher>,
+    steering: Option<Arc<SteerSet>>,
 }
 
 enum Kind {
@@ -133,6 +137,7 @@ impl Job {
         if ids.len() >= context {
             return Err(RequestError::PromptTooLong { tokens: ids.len(), context });
         }
+        let steering = looks::steering(inner, &generation)?;
         let mut ends = own_ends.clone();
         if !generation.ignore_eos {
             ends.extend(&defaults.stop_ids);
@@ -147,6 +152,7 @@ impl Job {
             budget: None,
             answer: None,
             calls: None,
+            steering,
         })
     }
 
@@ -168,8 +174,12 @@ impl Job {
         let max_tokens = wanted.unwrap_or(room).min(room);
         let seed = self.generation.seed.unwrap_or_else(|| RandomState::new().build_hasher().finish());
         let key = request_key();
+        let recording = looks::recording(inner, &self.generation, self.ids.len(), max_tokens)?;
         (0..self.generation.n)
-            .map(|index| self.reply(inner, index, max_tokens, choice_seed(seed, index), key))
+            .map(|index| {
+                let recording = recording.clone().map(SharedRecording::new);
+                self.reply(inner, index, max_tokens, choice_seed(seed, index), key, recording)
+            })
             .collect()
     }
 
@@ -180,6 +190,7 @@ impl Job {
         max_tokens: usize,
         seed: u64,
         key: u64,
+        recording: Option<SharedRecording>,
     ) -> Result<Reply, RequestError> {
         let tokenizer = &inner.tokenizer;
         let reader = match &self.kind {
@@ -188,6 +199,7 @@ impl Job {
                 let options = OutputOptions {
                     tools: tools.clone(),
                     parallel_calls: *parallel == ParallelCalls::Many,
+                    held_calls: self.calls.is_some() || self.answer.as_ref().is_some_and(|a| a.is_calls),
                     stop_ids: self.ends.clone(),
                 };
                 Reader::Chat(Box::new(OutputParser::new(Arc::clone(tokenizer), &self.ids, options)))
@@ -212,7 +224,13 @@ impl Job {
             self.generation.logprobs.is_some(),
         )));
         let (send, events) = unbounded_channel();
+        // The other replies share the prompt's rows, and would have to run them again.
+        let scored = self.generation.prompt_logprobs.filter(|_| index == 0);
+        let made = Arc::<Made>::default();
         let sink = ReplySink {
+            prompt: scored.map(|_| PromptReport { tokenizer: Arc::clone(tokenizer), first: self.ids[0] }),
+            recording: recording.clone(),
+            made: Arc::clone(&made),
             pipeline: Arc::clone(&pipeline),
             events: send,
             max_tokens,
@@ -226,13 +244,16 @@ impl Job {
             stop_ids: self.ends.clone(),
             ignore_eos: self.generation.ignore_eos,
             logprobs: self.generation.logprobs.map(|n| n as usize),
+            prompt_scores: scored.map(|top| PromptScores { from: 1, top: top as usize }),
+            steering: self.steering.clone(),
+            observer: recording.map(|recording| Box::new(recording) as Box<dyn Observer>),
             priority: self.generation.priority,
             timeout: self.generation.timeout,
             guide: self.guide(inner, pipeline),
             sink: Box::new(sink),
         };
         let cancel = inner.engine.submit(request).map_err(|e| refusal(inner, e))?;
-        Ok(Reply::new(index, events, cancel))
+        Ok(Reply::new(index, events, made, cancel))
     }
 
     /// None when nothing but the engine's own rules says what comes and when it ends.
@@ -320,6 +341,10 @@ fn refusal(inner: &Inner, error: EngineError) -> RequestError {
         EngineError::ShuttingDown => RequestError::ShuttingDown,
         EngineError::PromptTooLong { tokens, context } => RequestError::PromptTooLong { tokens, context },
         EngineError::Sampling(error) => check::sampling_error(error),
+        EngineError::Steering(error) => RequestError::bad("steering", error.to_string()),
+        error @ EngineError::CannotSteer { .. } => {
+            RequestError::Unsupported { what: format!("steering: {error}") }
+        }
         error @ (EngineError::Token { .. } | EngineError::EmptyPrompt) => {
             RequestError::bad("prompt", error.to_string())
         }

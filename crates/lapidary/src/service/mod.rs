@@ -13,6 +13,7 @@ mod error;
 mod event;
 mod guide;
 mod job;
+mod looks;
 mod origin;
 mod pipeline;
 mod reply;
@@ -20,7 +21,7 @@ mod request;
 pub mod scripted;
 mod sink;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -33,10 +34,11 @@ use crate::error::{Error, Result};
 use crate::gemma::{LoadedText, load_with_text};
 use crate::{Defaults, LoadOptions, TemplateSource};
 use job::Job;
+use looks::Vectors;
 
 pub use engine::{Cancel, TokenEngine};
 pub use error::RequestError;
-pub use event::{FinishKind, ServiceEvent, ServiceUsage, TokenLogprob, TopLogprob};
+pub use event::{FinishKind, PromptToken, ServiceEvent, ServiceUsage, TokenLogprob, TopLogprob};
 pub use lapidary_engine::metrics::{EngineStats, Histogram, PageUse};
 pub use lapidary_engine::{PrefixDir, PrefixOptions};
 pub use reply::{Reply, WholeReply};
@@ -68,6 +70,15 @@ pub struct ServiceOptions {
     pub waiting: usize,
     /// Running replies get a token at least that often while prompts are fed.
     pub max_stall: Duration,
+    /// While prompts are fed, a step of running replies takes at most that many times as long as it would without them, and
+    /// never longer than `max_stall`.
+    pub max_slowdown: u32,
+    /// A folder of control vectors, which requests name by their files without the ending.
+    pub vectors: Option<PathBuf>,
+    /// Whether requests may bring vectors of their own.
+    pub inline_vectors: bool,
+    /// Most bytes of activations that one request may have copied out.
+    pub max_capture_bytes: usize,
     /// What is kept of earlier requests. A folder without a name for the model gets one from the weights' content.
     pub prefix: PrefixOptions,
 }
@@ -85,6 +96,10 @@ impl Default for ServiceOptions {
             running: 64,
             waiting: 256,
             max_stall: Duration::from_millis(200),
+            max_slowdown: 3,
+            vectors: None,
+            inline_vectors: false,
+            max_capture_bytes: 8 << 20,
             prefix: PrefixOptions::default(),
         }
     }
@@ -130,6 +145,7 @@ struct Inner {
     tokenizer: Arc<Tokenizer>,
     template: ChatTemplate,
     grammars: GrammarCompiler,
+    vectors: Vectors,
     options: ServiceOptions,
     info: ModelInfo,
 }
@@ -144,7 +160,8 @@ impl Service {
     /// Loads a model and starts its engine.
     ///
     /// # Errors
-    /// What loading fails with; with [`ServiceOptions::strict_template`], [`Error::UnknownMarkers`] for a template with
+    /// What loading fails with; [`Error::Steering`] for a vector of [`ServiceOptions::vectors`] that is none or does not
+    /// fit; with [`ServiceOptions::strict_template`], [`Error::UnknownMarkers`] for a template with
     /// markers that the vocabulary lacks.
     pub fn start(
         checkpoint: &Checkpoint,
@@ -161,6 +178,7 @@ impl Service {
         engine.scheduler.running = running;
         engine.scheduler.waiting = options.waiting;
         engine.scheduler.max_stall = options.max_stall;
+        engine.scheduler.max_slowdown = options.max_slowdown;
         engine.prefix = options.prefix.clone();
         if engine.prefix.turn_tokens.is_empty() {
             // Conversations part where a turn begins.
@@ -169,8 +187,12 @@ impl Service {
         if let Some(dir) = engine.prefix.dir.as_mut().filter(|dir| dir.model.is_empty()) {
             dir.model = origin::origin(checkpoint, &runner.model().config, &load);
         }
+        let vectors = match &options.vectors {
+            Some(folder) => Vectors::read(folder, &runner.model().config)?,
+            None => Vectors::default(),
+        };
         let engine = Engine::start(runner, engine)?;
-        Ok(Service::assemble(Box::new(engine), text, options, checkpoint.path()))
+        Ok(Service::assemble(Box::new(engine), text, options, vectors, checkpoint.path()))
     }
 
     /// A service over an engine that is there already, with a checkpoint's text.
@@ -184,13 +206,14 @@ impl Service {
         path: &Path,
     ) -> Result<Service> {
         refuse_unknown_markers(&options, &text)?;
-        Ok(Service::assemble(engine, text, options, path))
+        Ok(Service::assemble(engine, text, options, Vectors::default(), path))
     }
 
     fn assemble(
         engine: Box<dyn TokenEngine>,
         text: LoadedText,
         options: ServiceOptions,
+        vectors: Vectors,
         path: &Path,
     ) -> Service {
         let LoadedText { tokenizer, template, template_source, defaults, notes } = text;
@@ -204,7 +227,7 @@ impl Service {
             notes,
         };
         let grammars = GrammarCompiler::new(Arc::clone(&tokenizer));
-        Service { inner: Arc::new(Inner { engine, tokenizer, template, grammars, options, info }) }
+        Service { inner: Arc::new(Inner { engine, tokenizer, template, grammars, vectors, options, info }) }
     }
 
     /// Answers a conversation: one [`Reply`] for each of `n`.
@@ -274,6 +297,11 @@ impl Service {
     /// What was chosen at the start.
     pub fn options(&self) -> &ServiceOptions {
         &self.inner.options
+    }
+
+    /// Names of the vectors that requests may steer by.
+    pub fn vector_names(&self) -> Vec<String> {
+        self.inner.vectors.names()
     }
 
     /// What goes on.

@@ -329,15 +329,21 @@ impl Pipeline {
 /// A sampled token in words; none when no logprob was asked for.
 fn token_logprob(tokenizer: &Tokenizer, sampled: Sampled) -> Option<TokenLogprob> {
     let (text, bytes) = spelled(tokenizer, sampled.token);
-    let top = sampled.top.into_iter().map(|(token, logprob)| {
+    let top = top_logprobs(tokenizer, sampled.top);
+    Some(TokenLogprob { token: sampled.token, text, bytes, logprob: sampled.logprob?, top })
+}
+
+/// The likeliest tokens in words.
+pub(super) fn top_logprobs(tokenizer: &Tokenizer, top: Vec<(u32, f32)>) -> Vec<TopLogprob> {
+    let each = top.into_iter().map(|(token, logprob)| {
         let (text, bytes) = spelled(tokenizer, token);
         TopLogprob { token, text, bytes, logprob }
     });
-    Some(TokenLogprob { token: sampled.token, text, bytes, logprob: sampled.logprob?, top: top.collect() })
+    each.collect()
 }
 
 /// Text and bytes of a token; both empty for a row of the embedding without a piece.
-fn spelled(tokenizer: &Tokenizer, token: u32) -> (String, Vec<u8>) {
+pub(super) fn spelled(tokenizer: &Tokenizer, token: u32) -> (String, Vec<u8>) {
     let mut bytes = Vec::new();
     let _ = tokenizer.append_bytes(token, &mut bytes);
     (String::from_utf8_lossy(&bytes).into_owned(), bytes)

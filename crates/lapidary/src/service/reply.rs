@@ -1,10 +1,13 @@
 //! The receiving end of a reply.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::{Context, Poll};
 
 use tokio::sync::mpsc::UnboundedReceiver;
 
-use super::{FinishKind, RequestError, ServiceEvent, ServiceUsage, TokenLogprob};
+use super::{FinishKind, PromptToken, RequestError, ServiceEvent, ServiceUsage, TokenLogprob};
+use crate::capture::Captured;
 use lapidary_text::ToolCall;
 
 /// A reply as it is made. Dropping it cancels it.
@@ -12,16 +15,25 @@ use lapidary_text::ToolCall;
 pub struct Reply {
     index: usize,
     events: UnboundedReceiver<ServiceEvent>,
+    made: Arc<Made>,
     _cancel: CancelOnDrop,
+}
+
+/// Tokens of a reply so far, for whoever leaves before its end.
+#[derive(Debug, Default)]
+pub(super) struct Made {
+    pub tokens: AtomicUsize,
+    pub thoughts: AtomicUsize,
 }
 
 impl Reply {
     pub(super) fn new(
         index: usize,
         events: UnboundedReceiver<ServiceEvent>,
+        made: Arc<Made>,
         cancel: Box<dyn FnOnce() + Send + Sync>,
     ) -> Self {
-        Reply { index, events, _cancel: CancelOnDrop(Some(cancel)) }
+        Reply { index, events, made, _cancel: CancelOnDrop(Some(cancel)) }
     }
 
     /// A reply whose events come from elsewhere than an engine: what tests of a face are made of.
@@ -30,12 +42,18 @@ impl Reply {
         events: UnboundedReceiver<ServiceEvent>,
         cancel: impl FnOnce() + Send + Sync + 'static,
     ) -> Self {
-        Reply::new(index, events, Box::new(cancel))
+        Reply::new(index, events, Arc::default(), Box::new(cancel))
     }
 
     /// Which of the request's replies this is, from 0.
     pub fn index(&self) -> usize {
         self.index
+    }
+
+    /// Tokens that were made so far, and those of them inside thoughts.
+    pub fn made(&self) -> (usize, usize) {
+        let read = |count: &AtomicUsize| count.load(Ordering::Relaxed);
+        (read(&self.made.tokens), read(&self.made.thoughts))
     }
 
     /// The next event; `None` after the last.
@@ -104,6 +122,8 @@ impl Drop for CancelOnDrop {
 pub struct WholeReply {
     /// Which of the request's replies this is.
     pub index: usize,
+    /// The prompt's tokens, where their probabilities were asked for.
+    pub prompt: Vec<PromptToken>,
     /// The answer.
     pub text: String,
     /// The answer's tokens, when logprobs were asked for.
@@ -114,6 +134,8 @@ pub struct WholeReply {
     pub calls: Vec<(String, ToolCall)>,
     /// Calls that did not parse and stand in the text.
     pub unparsed_calls: usize,
+    /// Activations that were asked for.
+    pub captured: Vec<Captured>,
     /// Why it ended; `None` until it has.
     pub reason: Option<FinishKind>,
     /// Counts and times.
@@ -133,6 +155,8 @@ impl WholeReply {
     pub fn add(&mut self, event: ServiceEvent) -> Result<(), RequestError> {
         match event {
             ServiceEvent::Started { .. } | ServiceEvent::Progress { .. } => {}
+            ServiceEvent::Prompt { tokens } => self.prompt.extend(tokens),
+            ServiceEvent::Captured { tensors } => self.captured = tensors,
             ServiceEvent::Text { delta, tokens } => {
                 self.text += &delta;
                 self.tokens.extend(tokens);

@@ -1,10 +1,14 @@
 //! What a caller can ask for. Plain data: nothing is checked before [`Service::chat`](super::Service::chat) or
 //! [`Service::complete`](super::Service::complete) takes it.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use lapidary_text::ChatInput;
 use serde_json::Value;
+
+use crate::capture::CaptureSpec;
+use crate::steering::{ControlVector, SteerSpec};
 
 /// A conversation to answer.
 #[derive(Clone, Debug, Default)]
@@ -158,8 +162,15 @@ pub struct GenerationParams {
     pub n: usize,
     /// Logprobs of the answer's tokens, each with so many of the best.
     pub logprobs: Option<u32>,
-    /// Logprobs of the prompt's tokens, each with so many of the best.
+    /// Logprobs of the prompt's tokens, each with so many of the best. The whole prompt runs for it, and only the first of
+    /// `n` replies tells them. With it `max_tokens` may be 0: no answer at all.
     pub prompt_logprobs: Option<u32>,
+    /// Edits of the residual stream that every token gets, prompt and answer, by the names of vectors.
+    pub steering: Vec<SteerSpec>,
+    /// Vectors that the request brings itself, for `steering` to name; they go before the service's own.
+    pub vectors: Vec<Arc<ControlVector>>,
+    /// Activations to copy out.
+    pub capture: Option<CaptureSpec>,
     /// Higher goes first.
     pub priority: i8,
     /// Longest time from the request to its end.
@@ -186,6 +197,9 @@ impl Default for GenerationParams {
             n: 1,
             logprobs: None,
             prompt_logprobs: None,
+            steering: Vec::new(),
+            vectors: Vec::new(),
+            capture: None,
             priority: 0,
             timeout: None,
         }

@@ -1,16 +1,44 @@
 //! The engine's events become the reply's, on the engine's thread.
 
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use lapidary_engine::{EngineEvent, EngineFinish, EngineUsage, FailureKind, Sink};
-use lapidary_text::Finish;
+use lapidary_engine::{EngineEvent, EngineFinish, EngineUsage, FailureKind, Score, Sink};
+use lapidary_text::{Finish, Tokenizer};
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::error::RequestError;
-use super::event::{FinishKind, ServiceEvent, ServiceUsage};
+use super::event::{FinishKind, PromptToken, ServiceEvent, ServiceUsage};
 use super::guide::code;
-use super::pipeline::Pipeline;
+use super::looks::SharedRecording;
+use super::pipeline::{Pipeline, spelled, top_logprobs};
+use super::reply::Made;
+
+/// What tells the prompt's tokens.
+#[derive(Debug)]
+pub(super) struct PromptReport {
+    pub tokenizer: Arc<Tokenizer>,
+    /// The first token of the prompt, of which nothing says how likely it is.
+    pub first: u32,
+}
+
+impl PromptReport {
+    fn first(&self) -> ServiceEvent {
+        let (text, bytes) = spelled(&self.tokenizer, self.first);
+        let first = PromptToken { token: self.first, text, bytes, logprob: None, top: Vec::new() };
+        ServiceEvent::Prompt { tokens: vec![first] }
+    }
+
+    fn more(&self, scores: Vec<Score>) -> ServiceEvent {
+        let token = |score: Score| {
+            let (text, bytes) = spelled(&self.tokenizer, score.token);
+            let top = top_logprobs(&self.tokenizer, score.top);
+            PromptToken { token: score.token, text, bytes, logprob: Some(score.logprob), top }
+        };
+        ServiceEvent::Prompt { tokens: scores.into_iter().map(token).collect() }
+    }
+}
 
 /// See the module's page.
 #[derive(Debug)]
@@ -19,6 +47,10 @@ pub(super) struct ReplySink {
     pub events: UnboundedSender<ServiceEvent>,
     /// What the reply was granted, for its first event.
     pub max_tokens: usize,
+    /// The prompt's tokens are told with their probabilities.
+    pub prompt: Option<PromptReport>,
+    pub recording: Option<SharedRecording>,
+    pub made: Arc<Made>,
     pub timeout: Option<Duration>,
 }
 
@@ -26,13 +58,24 @@ impl Sink for ReplySink {
     fn event(&mut self, event: EngineEvent) -> bool {
         let events = match event {
             EngineEvent::Started { prompt_tokens, cached_tokens } => {
-                vec![ServiceEvent::Started { prompt_tokens, cached_tokens, max_tokens: self.max_tokens }]
+                let max_tokens = self.max_tokens;
+                let started = ServiceEvent::Started { prompt_tokens, cached_tokens, max_tokens };
+                let first = self.prompt.as_ref().map(PromptReport::first);
+                [Some(started), first].into_iter().flatten().collect()
             }
+            EngineEvent::PromptScores(scores) => match &self.prompt {
+                Some(report) => vec![report.more(scores)],
+                None => Vec::new(),
+            },
             EngineEvent::Progress { fed } => vec![ServiceEvent::Progress { fed }],
             EngineEvent::Token(sampled) => {
                 let mut pipeline = self.pipeline.lock().unwrap_or_else(PoisonError::into_inner);
+                self.made.tokens.fetch_add(1, Ordering::Relaxed);
                 match pipeline.deliver(sampled) {
-                    Ok(events) => events,
+                    Ok(events) => {
+                        self.made.thoughts.store(pipeline.reasoning_tokens(), Ordering::Relaxed);
+                        events
+                    }
                     Err(error) => {
                         let _ = self.events.send(failed(&error));
                         return false;
@@ -74,6 +117,9 @@ impl ReplySink {
             Some(matched) => FinishKind::Stop { matched: Some(matched.to_owned()) },
             None => kind,
         };
+        if let Some(recording) = &self.recording {
+            events.push(ServiceEvent::Captured { tensors: recording.tensors() });
+        }
         events.push(ServiceEvent::Finished {
             reason,
             usage: ServiceUsage {
@@ -105,6 +151,7 @@ fn failure(kind: &FailureKind) -> RequestError {
     match kind {
         FailureKind::NonFinite { position } => RequestError::NonFinite { position: *position },
         FailureKind::ShuttingDown => RequestError::ShuttingDown,
+        FailureKind::OutOfMemory(what) => RequestError::OutOfMemory(what.clone()),
         other => RequestError::Internal(other.to_string()),
     }
 }

@@ -4,7 +4,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
 use lapidary_engine::sampling::{Sampled, SamplingParams};
-use lapidary_engine::{Engine, EngineEvent, EngineFinish, EngineRequest, EngineUsage, Prompt, Ticket};
+use lapidary_engine::{Engine, EngineEvent, EngineFinish, EngineRequest, EngineUsage, Prompt, Score, Ticket};
 
 /// How long a test waits for an event before it calls the engine stuck.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -16,6 +16,7 @@ pub struct Reply {
     pub sampled: Vec<Sampled>,
     pub started: Option<(usize, usize)>,
     pub fed: Vec<usize>,
+    pub scores: Vec<Score>,
     pub reason: EngineFinish,
     pub usage: EngineUsage,
 }
@@ -83,7 +84,7 @@ impl Pending {
     #[track_caller]
     pub fn wait(self) -> Reply {
         let mut sampled = Vec::new();
-        let (mut started, mut fed) = (None, Vec::new());
+        let (mut started, mut fed, mut scores) = (None, Vec::new(), Vec::new());
         loop {
             match self.event() {
                 EngineEvent::Started { prompt_tokens, cached_tokens } => {
@@ -94,11 +95,15 @@ impl Pending {
                     assert!(fed.last().is_none_or(|last| *last < rows), "progress grows");
                     fed.push(rows);
                 }
+                EngineEvent::PromptScores(more) => {
+                    assert!(sampled.is_empty(), "the prompt's come before the answer's");
+                    scores.extend(more);
+                }
                 EngineEvent::Token(token) => sampled.push(token),
                 EngineEvent::Finished { reason, usage } => {
                     assert!(self.events.recv_timeout(PATIENCE).is_err(), "nothing comes after the end");
                     let tokens = sampled.iter().map(|s| s.token).collect();
-                    return Reply { tokens, sampled, started, fed, reason, usage };
+                    return Reply { tokens, sampled, started, fed, scores, reason, usage };
                 }
             }
         }

@@ -2,6 +2,7 @@
 #![allow(dead_code, reason = "each test file uses its own part")]
 
 pub mod client;
+pub mod dense;
 pub mod drive;
 pub mod files;
 pub mod spy;

@@ -8,9 +8,9 @@ use std::sync::{Arc, Mutex, OnceLock};
 use lapidary_engine::{Runner, Stepper};
 use lapidary_model::{BuildOptions, Config, Limits, Model};
 use lapidary_ops::{
-    Act, ActSpec, Activation, AttnSpec, Backend, Batch, BatchShape, DeviceReport, ExpertSpec, Gain, Group,
-    KvPlan, KvRef, Mat, MemoryUse, Norm, Ops, Outcome, PerLayerSpec, Phase, QkvSpec, Result, RouteSpec,
-    SteerSet, TapPoint, TensorView,
+    Act, ActSpec, Activation, AttnSpec, Backend, Batch, BatchShape, DeviceReport, Error, ExpertSpec, Gain,
+    Group, KvPlan, KvRef, Mat, MemoryUse, Norm, Ops, Outcome, PerLayerSpec, Phase, QkvSpec, Result,
+    RouteSpec, SteerSet, TapPoint, TensorView,
 };
 use lapidary_weights::Checkpoint;
 
@@ -74,6 +74,7 @@ type OnVerb = dyn Fn(&Model, Verb<'_>, &mut dyn Ops) + Send + Sync;
 type OnVector = dyn Fn(&str, &mut Vec<f32>) + Send + Sync;
 type OnPack = dyn Fn(&mut Vec<TensorView<'_>>) + Send + Sync;
 type OnBatch = dyn Fn(&Model, &mut Batch) + Send + Sync;
+type OnMemory = dyn Fn(&'static str, &Batch) -> bool + Send + Sync;
 type AfterRun = dyn Fn(&Model, &Batch, &mut dyn Backend) + Send + Sync;
 
 /// What is changed on the way; everything that is absent passes as it is.
@@ -86,6 +87,8 @@ pub struct Hooks {
     pub pack: Option<Arc<OnPack>>,
     pub batch: Option<Arc<OnBatch>>,
     pub after: Option<Arc<AfterRun>>,
+    /// Whether there is no memory to upload a batch, to run it, to read its logits, or to hold a steering set.
+    pub starved: Option<Arc<OnMemory>>,
     built: Arc<OnceLock<Model>>,
     /// The verbs that ran, on any worker, in the order of their first appearance since the last look.
     seen: Arc<Mutex<Vec<&'static str>>>,
@@ -118,6 +121,10 @@ impl Hooks {
     }
     pub fn after(f: impl Fn(&Model, &Batch, &mut dyn Backend) + Send + Sync + 'static) -> Hooks {
         Hooks { after: Some(Arc::new(f)), ..Hooks::default() }
+    }
+
+    pub fn starved(f: impl Fn(&'static str, &Batch) -> bool + Send + Sync + 'static) -> Hooks {
+        Hooks { starved: Some(Arc::new(f)), ..Hooks::default() }
     }
 
     /// The verbs since the last call.
@@ -224,6 +231,9 @@ impl Backend for Spy {
         self.inner.kv(plan)
     }
     fn steer_set(&mut self, index: usize, set: Option<&SteerSet>) -> Result<()> {
+        if set.is_some_and(|set| !set.edits.is_empty()) {
+            self.allocates("steer")?;
+        }
         self.inner.steer_set(index, set)
     }
     fn timings(&mut self, on: bool) -> Result<()> {
@@ -234,9 +244,11 @@ impl Backend for Spy {
         if let (Some(change), Some(model)) = (&self.hooks.batch, self.hooks.built.get()) {
             change(model, &mut self.batch);
         }
+        self.allocates("upload")?;
         self.inner.upload(&self.batch)
     }
     fn run(&mut self, shape: &BatchShape, program: &(dyn Fn(&mut dyn Ops) + Sync)) -> Result<()> {
+        self.allocates("run")?;
         let hooks = &self.hooks;
         self.inner.run(shape, &|s| program(&mut SpyOps { s, hooks }))?;
         if let (Some(after), Some(model)) = (&self.hooks.after, self.hooks.built.get()) {
@@ -249,6 +261,10 @@ impl Backend for Spy {
     }
     fn read(&mut self, act: Act, rows: usize, out: &mut Vec<f32>) -> Result<()> {
         self.inner.read(act, rows, out)
+    }
+    fn lend_rows(&mut self, act: Act, rows: &[usize], to: &mut dyn FnMut(&[&[f32]])) -> Result<()> {
+        self.allocates("lend")?;
+        self.inner.lend_rows(act, rows, to)
     }
     fn kv_store(&mut self, cache: KvRef, page: usize, place: usize, k: &[f32], v: &[f32]) -> Result<()> {
         self.inner.kv_store(cache, page, place, k, v)
@@ -271,6 +287,17 @@ impl Backend for Spy {
     }
     fn memory(&self) -> MemoryUse {
         self.inner.memory()
+    }
+}
+
+impl Spy {
+    fn allocates(&self, what: &'static str) -> Result<()> {
+        match &self.hooks.starved {
+            Some(starved) if starved(what, &self.batch) => {
+                Err(Error::OutOfMemory { what: what.to_owned(), needed: 7, available: 3 })
+            }
+            _ => Ok(()),
+        }
     }
 }
 

@@ -13,7 +13,7 @@ use crate::model::Model;
 use crate::sse;
 use crate::wire::chat::StreamOptions;
 use crate::wire::chunks::Meta;
-use crate::wire::completions::{self, CompletionBody, CompletionFrames};
+use crate::wire::completions::{self, Asked, CompletionBody, CompletionFrames};
 
 /// Goes on with prompts.
 pub async fn complete(
@@ -24,8 +24,12 @@ pub async fn complete(
     let model = app.model_name(body.model.as_deref())?.to_owned();
     let stream = body.stream.unwrap_or(false);
     let include_usage = StreamOptions::usage(body.stream_options, stream)?;
-    let wants_logprobs = body.logprobs.is_some();
     let echo = body.echo.unwrap_or(false);
+    let asked = Asked {
+        logprobs: body.logprobs.map(|top| top as usize),
+        echo,
+        prompt: body.prompt_logprobs.is_some(),
+    };
     let asked_tokens = body.max_tokens;
     let n = body.n.unwrap_or(1);
     let requests = body.requests(app.options())?;
@@ -45,12 +49,12 @@ pub async fn complete(
     let meta = Meta::new("cmpl-", &model, asked_tokens);
     let response = match stream {
         true => {
-            let frames = CompletionFrames::new(meta, replies.count(), n, echoes, include_usage);
+            let frames = CompletionFrames::new(meta, replies.count(), n, echoes, asked, include_usage);
             sse::respond(replies, frames, app.options().keep_alive)
         }
         false => {
             let all = replies.collect().await?;
-            Json(completions::whole(&meta, &all, n, &echoes, wants_logprobs)).into_response()
+            Json(completions::whole(&meta, &all, n, &echoes, asked)).into_response()
         }
     };
     Ok(ignored.name_in(response))

@@ -14,7 +14,7 @@ use crate::error::ApiError;
 use crate::options::ServerOptions;
 
 /// Most of the likeliest tokens beside each token.
-const MAX_TOP_LOGPROBS: u32 = 20;
+pub const MAX_TOP_LOGPROBS: u32 = 20;
 
 request! {
     /// The body.

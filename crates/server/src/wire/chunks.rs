@@ -1,9 +1,10 @@
 //! The replies of `POST /v1/chat/completions`: whole, and as a stream of chunks.
 
-use lapidary::service::{FinishKind, ServiceEvent, ServiceUsage, TokenLogprob};
+use lapidary::service::{FinishKind, ServiceEvent, ServiceUsage, TokenLogprob, WholeReply};
 use serde::Serialize;
 use serde_json::{Value, json};
 
+use super::looks::{self, PromptTokens};
 use crate::error::ApiError;
 use crate::ids;
 use crate::replies::Whole;
@@ -101,7 +102,12 @@ impl Remarks {
 
 /// Logprobs of some tokens, in the chat format.
 pub fn logprobs(tokens: &[TokenLogprob]) -> Value {
-    let content: Vec<Value> = tokens
+    json!({ "content": token_logprobs(tokens), "refusal": null })
+}
+
+/// An object a token, as both chat and responses have it.
+pub fn token_logprobs(tokens: &[TokenLogprob]) -> Value {
+    tokens
         .iter()
         .map(|token| {
             let top: Vec<Value> = token
@@ -111,8 +117,7 @@ pub fn logprobs(tokens: &[TokenLogprob]) -> Value {
                 .collect();
             json!({ "token": token.text, "logprob": token.logprob, "bytes": token.bytes, "top_logprobs": top })
         })
-        .collect();
-    json!({ "content": content, "refusal": null })
+        .collect()
 }
 
 /// A whole reply.
@@ -151,6 +156,7 @@ pub fn whole(meta: &Meta, all: &[Whole], wants_logprobs: bool) -> Value {
             if let Some(remarks) = Remarks::new(meta.clamped(whole.max_tokens), reply.unparsed_calls) {
                 choice["lapidary"] = json!(remarks);
             }
+            add_looks(&mut choice, reply);
             choice
         })
         .collect();
@@ -163,6 +169,16 @@ pub fn whole(meta: &Meta, all: &[Whole], wants_logprobs: bool) -> Value {
         "choices": choices,
         "usage": usage,
     })
+}
+
+/// What only some requests ask for.
+pub fn add_looks(choice: &mut Value, reply: &WholeReply) {
+    if !reply.prompt.is_empty() {
+        choice["prompt_logprobs"] = looks::prompt_logprobs(&reply.prompt);
+    }
+    if !reply.captured.is_empty() {
+        choice["capture"] = looks::captured(&reply.captured);
+    }
 }
 
 #[derive(Serialize)]
@@ -178,7 +194,7 @@ struct Chunk<'a> {
     usage: Option<Option<Usage>>,
 }
 
-#[derive(Serialize)]
+#[derive(Default, Serialize)]
 struct ChunkChoice<'a> {
     index: usize,
     delta: Delta<'a>,
@@ -188,6 +204,10 @@ struct ChunkChoice<'a> {
     stop_reason: Option<&'a str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     lapidary: Option<Remarks>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompt_logprobs: Option<Value>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    capture: Option<Value>,
 }
 
 #[derive(Default, Serialize)]
@@ -230,6 +250,7 @@ pub struct ChatFrames {
     /// By choice: whether its first chunk is out, and its limit.
     begun: Vec<bool>,
     limits: Vec<Option<usize>>,
+    prompt: PromptTokens,
     failed: bool,
 }
 
@@ -242,12 +263,13 @@ impl ChatFrames {
             usage: Usage::default(),
             begun: vec![false; choices],
             limits: vec![None; choices],
+            prompt: PromptTokens::default(),
             failed: false,
         }
     }
 
     fn choice<'a>(index: usize, delta: Delta<'a>) -> ChunkChoice<'a> {
-        ChunkChoice { index, delta, logprobs: None, finish_reason: None, stop_reason: None, lapidary: None }
+        ChunkChoice { index, delta, ..ChunkChoice::default() }
     }
 
     fn write(&self, choices: Vec<ChunkChoice<'_>>, usage: Option<Usage>, out: &mut Out) {
@@ -280,9 +302,23 @@ impl ChatFrames {
 impl Frames for ChatFrames {
     fn event(&mut self, index: usize, event: ServiceEvent, out: &mut Out) {
         match event {
-            ServiceEvent::Started { max_tokens, .. } => {
+            ServiceEvent::Started { max_tokens, prompt_tokens, .. } => {
                 self.limits[index] = Some(max_tokens);
+                self.prompt.expect(prompt_tokens);
                 self.begin_choice(index, out);
+            }
+            ServiceEvent::Prompt { tokens } => {
+                if let Some(tokens) = self.prompt.add(tokens) {
+                    let mut choice = Self::choice(index, Delta::default());
+                    choice.prompt_logprobs = Some(looks::prompt_logprobs(&tokens));
+                    self.write(vec![choice], None, out);
+                }
+            }
+            ServiceEvent::Captured { tensors } => {
+                self.begin_choice(index, out);
+                let mut choice = Self::choice(index, Delta::default());
+                choice.capture = Some(looks::captured(&tensors));
+                self.write(vec![choice], None, out);
             }
             ServiceEvent::Text { delta, tokens } => {
                 self.begin_choice(index, out);

@@ -1,7 +1,8 @@
 //! `POST /v1/completions`: request, whole reply, chunks.
 
 use lapidary::service::{
-    Bos, CompletionPrompt, CompletionRequest, FinishKind, Markers, ServiceEvent, TokenLogprob,
+    Bos, CompletionPrompt, CompletionRequest, FinishKind, Markers, PromptToken, ServiceEvent, TokenLogprob,
+    TopLogprob,
 };
 use serde::Serialize;
 use serde_json::{Map, Value, json};
@@ -9,6 +10,7 @@ use serde_json::{Map, Value, json};
 use super::chat::StreamOptions;
 use super::chunks::{FINGERPRINT, Meta, Remarks, Usage, finish_reason};
 use super::format::{self, ResponseFormat, StructuredOutputs};
+use super::looks::{self, PromptTokens};
 use super::sampling::request;
 use super::values::Prompts;
 use crate::error::ApiError;
@@ -62,13 +64,21 @@ impl CompletionBody {
                 &format!("expected a whole number from 0 to {MAX_LOGPROBS}, got {top}"),
             );
         }
-        if self.echo == Some(true) && self.logprobs.is_some() {
-            return refuse("echo", "logprobs of the prompt are not told; leave out logprobs or echo");
+        let echoes_logprobs = self.echo == Some(true) && self.logprobs.is_some();
+        let tells_prompt = echoes_logprobs || self.prompt_logprobs.is_some();
+        if tells_prompt && self.stream == Some(true) && self.n.is_some_and(|n| n > 1) {
+            return refuse("n", "logprobs of a prompt are streamed with one reply; leave out stream or n");
         }
-        if self.max_tokens == Some(0) {
-            return refuse("max_tokens", "expected a whole number above 0, got 0");
+        if self.max_tokens == Some(0) && !tells_prompt {
+            return refuse(
+                "max_tokens",
+                "expected a whole number above 0, got 0; 0 goes with echo and logprobs",
+            );
         }
         let mut generation = self.sampling().params(options)?;
+        if echoes_logprobs {
+            generation.prompt_logprobs = generation.prompt_logprobs.max(self.logprobs);
+        }
         generation.max_tokens = generation.max_tokens.or(Some(DEFAULT_TOKENS));
         generation.logprobs = self.logprobs;
         let prompts: Vec<CompletionPrompt> = match self.prompt {
@@ -94,26 +104,71 @@ impl CompletionBody {
     }
 }
 
-/// Logprobs of some tokens, in the form of completions. `offset` is where the first token begins, in characters.
-fn logprobs(tokens: &[TokenLogprob], offset: &mut usize) -> Value {
-    let mut offsets = Vec::with_capacity(tokens.len());
-    let mut tops = Vec::with_capacity(tokens.len());
-    for token in tokens {
-        offsets.push(*offset);
-        *offset += token.text.chars().count();
-        let top: Map<String, Value> = token.top.iter().map(|t| (t.text.clone(), json!(t.logprob))).collect();
-        tops.push(Value::Object(top));
+/// Logprobs of tokens, in the form of completions: four lists side by side.
+#[derive(Debug, Default)]
+struct Columns {
+    tokens: Vec<Value>,
+    logprobs: Vec<Value>,
+    tops: Vec<Value>,
+    offsets: Vec<Value>,
+}
+
+impl Columns {
+    /// Adds tokens; `offset` is where the first of them begins, in characters.
+    fn answer(&mut self, tokens: &[TokenLogprob], offset: &mut usize) {
+        for token in tokens {
+            self.push(&token.text, Some(token.logprob), &token.top, usize::MAX, *offset);
+            *offset += token.text.chars().count();
+        }
     }
-    json!({
-        "tokens": tokens.iter().map(|t| &t.text).collect::<Vec<_>>(),
-        "token_logprobs": tokens.iter().map(|t| t.logprob).collect::<Vec<_>>(),
-        "top_logprobs": tops,
-        "text_offset": offsets,
-    })
+
+    /// Adds a prompt's tokens, whose text is `echo`, with `top` of the likeliest each.
+    fn prompt(&mut self, tokens: &[PromptToken], echo: &str, top: usize, offset: &mut usize) {
+        let mut rest = echo;
+        for token in tokens {
+            self.push(&token.text, token.logprob, &token.top, top, *offset);
+            // A BOS that was put in front is no part of the text.
+            if let Some(behind) = rest.strip_prefix(token.text.as_str()) {
+                rest = behind;
+                *offset += token.text.chars().count();
+            }
+        }
+        // Characters in several tokens spell nothing by themselves; what follows begins where the text ends.
+        *offset += rest.chars().count();
+    }
+
+    fn push(&mut self, text: &str, logprob: Option<f32>, top: &[TopLogprob], most: usize, offset: usize) {
+        self.tokens.push(text.into());
+        self.logprobs.push(json!(logprob));
+        let best: Map<String, Value> =
+            top.iter().take(most).map(|t| (t.text.clone(), json!(t.logprob))).collect();
+        self.tops.push(if logprob.is_some() { Value::Object(best) } else { Value::Null });
+        self.offsets.push(offset.into());
+    }
+
+    fn json(self) -> Value {
+        json!({
+            "tokens": self.tokens,
+            "token_logprobs": self.logprobs,
+            "top_logprobs": self.tops,
+            "text_offset": self.offsets,
+        })
+    }
+}
+
+/// Which probabilities a request asked for.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Asked {
+    /// Of the answer's tokens, with so many of the likeliest.
+    pub logprobs: Option<usize>,
+    /// Of the prompt's, beside the answer's: it is echoed.
+    pub echo: bool,
+    /// Of the prompt's, in a field of their own.
+    pub prompt: bool,
 }
 
 /// A whole reply. `echoes` has a text a prompt to put in front; choices of one prompt are neighbours, `n` of them.
-pub fn whole(meta: &Meta, all: &[Whole], n: usize, echoes: &[String], wants_logprobs: bool) -> Value {
+pub fn whole(meta: &Meta, all: &[Whole], n: usize, echoes: &[String], asked: Asked) -> Value {
     let mut usage = Usage::default();
     let choices: Vec<Value> = all
         .iter()
@@ -122,10 +177,20 @@ pub fn whole(meta: &Meta, all: &[Whole], n: usize, echoes: &[String], wants_logp
             let reply = &whole.reply;
             usage.add(&reply.usage, index.is_multiple_of(n));
             let echo = echoes.get(index / n).map_or("", String::as_str);
+            // The first reply to a prompt tells its tokens.
+            let prompt = &all[index - index % n].reply.prompt;
+            let logprobs = asked.logprobs.map(|top| {
+                let (mut columns, mut offset) = (Columns::default(), 0);
+                if asked.echo {
+                    columns.prompt(prompt, echo, top, &mut offset);
+                }
+                columns.answer(&reply.tokens, &mut offset);
+                columns.json()
+            });
             let mut choice = json!({
                 "index": index,
                 "text": format!("{echo}{}", reply.text),
-                "logprobs": if wants_logprobs { logprobs(&reply.tokens, &mut 0) } else { Value::Null },
+                "logprobs": logprobs,
                 "finish_reason": finish_reason(whole.reason()),
             });
             if let FinishKind::Stop { matched: Some(matched) } = whole.reason() {
@@ -133,6 +198,12 @@ pub fn whole(meta: &Meta, all: &[Whole], n: usize, echoes: &[String], wants_logp
             }
             if let Some(remarks) = Remarks::new(meta.clamped(whole.max_tokens), reply.unparsed_calls) {
                 choice["lapidary"] = json!(remarks);
+            }
+            if asked.prompt {
+                choice["prompt_logprobs"] = looks::prompt_logprobs(prompt);
+            }
+            if !reply.captured.is_empty() {
+                choice["capture"] = looks::captured(&reply.captured);
             }
             choice
         })
@@ -170,6 +241,10 @@ struct ChunkChoice<'a> {
     stop_reason: Option<&'a str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     lapidary: Option<Remarks>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompt_logprobs: Option<Value>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    capture: Option<Value>,
 }
 
 /// The frames of a streamed completion.
@@ -180,23 +255,34 @@ pub struct CompletionFrames {
     include_usage: bool,
     usage: Usage,
     echoes: Vec<String>,
-    /// By choice: characters so far, and the limit.
+    asked: Asked,
+    /// By choice: characters so far, the limit, and the prompt's tokens.
     offsets: Vec<usize>,
     limits: Vec<Option<usize>>,
+    prompts: Vec<PromptTokens>,
     failed: bool,
 }
 
 impl CompletionFrames {
     /// Frames for so many choices, `n` a prompt.
-    pub fn new(meta: Meta, choices: usize, n: usize, echoes: Vec<String>, include_usage: bool) -> Self {
+    pub fn new(
+        meta: Meta,
+        choices: usize,
+        n: usize,
+        echoes: Vec<String>,
+        asked: Asked,
+        include_usage: bool,
+    ) -> Self {
         CompletionFrames {
             meta,
             n,
             include_usage,
             usage: Usage::default(),
             echoes,
+            asked,
             offsets: vec![0; choices],
             limits: vec![None; choices],
+            prompts: (0..choices).map(|_| PromptTokens::default()).collect(),
             failed: false,
         }
     }
@@ -216,10 +302,12 @@ impl CompletionFrames {
 
 impl Frames for CompletionFrames {
     fn begin(&mut self, out: &mut Out) {
-        let echoes = std::mem::take(&mut self.echoes);
-        for (index, offset) in self.offsets.iter().enumerate() {
-            debug_assert_eq!(*offset, 0, "nothing has been written");
-            if let Some(text) = echoes.get(index / self.n) {
+        // With its tokens' probabilities, a prompt is written when these are known.
+        if self.asked.echo && self.asked.logprobs.is_some() {
+            return;
+        }
+        for index in 0..self.offsets.len() {
+            if let Some(text) = self.echoes.get(index / self.n) {
                 self.write(vec![ChunkChoice { index, text, ..ChunkChoice::default() }], None, out);
             }
         }
@@ -227,9 +315,32 @@ impl Frames for CompletionFrames {
 
     fn event(&mut self, index: usize, event: ServiceEvent, out: &mut Out) {
         match event {
-            ServiceEvent::Started { max_tokens, .. } => self.limits[index] = Some(max_tokens),
+            ServiceEvent::Started { max_tokens, prompt_tokens, .. } => {
+                self.limits[index] = Some(max_tokens);
+                self.prompts[index].expect(prompt_tokens);
+            }
+            ServiceEvent::Prompt { tokens } => {
+                let Some(tokens) = self.prompts[index].add(tokens) else { return };
+                let echo = self.echoes.get(index / self.n).map_or("", String::as_str);
+                let mut choice = ChunkChoice { index, ..ChunkChoice::default() };
+                if let Some(top) = self.asked.logprobs.filter(|_| self.asked.echo) {
+                    let mut columns = Columns::default();
+                    columns.prompt(&tokens, echo, top, &mut self.offsets[index]);
+                    (choice.text, choice.logprobs) = (echo, Some(columns.json()));
+                }
+                choice.prompt_logprobs = self.asked.prompt.then(|| looks::prompt_logprobs(&tokens));
+                self.write(vec![choice], None, out);
+            }
+            ServiceEvent::Captured { tensors } => {
+                let capture = Some(looks::captured(&tensors));
+                self.write(vec![ChunkChoice { index, capture, ..ChunkChoice::default() }], None, out);
+            }
             ServiceEvent::Text { delta, tokens } => {
-                let logprobs = (!tokens.is_empty()).then(|| logprobs(&tokens, &mut self.offsets[index]));
+                let logprobs = (!tokens.is_empty()).then(|| {
+                    let mut columns = Columns::default();
+                    columns.answer(&tokens, &mut self.offsets[index]);
+                    columns.json()
+                });
                 self.write(
                     vec![ChunkChoice { index, text: &delta, logprobs, ..ChunkChoice::default() }],
                     None,

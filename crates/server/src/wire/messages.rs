@@ -122,6 +122,12 @@ impl MessagesBody {
         if self.n.is_some_and(|n| n != 1) {
             return refuse("n", "a message has one reply");
         }
+        if self.prompt_logprobs.is_some() {
+            return refuse("prompt_logprobs", "a message has no place for them; ask /v1/chat/completions");
+        }
+        if self.capture.is_some() {
+            return refuse("capture", "a message has no place for it; ask /v1/chat/completions");
+        }
         let mut sampling = self.sampling();
         if let Some(stops) = self.stop_sequences {
             sampling.stop.get_or_insert_default().0.extend(stops.0);

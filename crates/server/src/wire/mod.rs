@@ -7,6 +7,7 @@ pub mod chat;
 pub mod chunks;
 pub mod completions;
 pub mod format;
+pub mod looks;
 pub mod message;
 pub mod message_events;
 pub mod messages;

@@ -1,9 +1,9 @@
 //! The replies of `POST /v1/responses`: whole, and as events.
 
-use lapidary::service::{FinishKind, ServiceEvent, ServiceUsage};
+use lapidary::service::{FinishKind, ServiceEvent, ServiceUsage, TokenLogprob};
 use serde_json::{Value, json};
 
-use super::chunks::{Meta, Remarks};
+use super::chunks::{Meta, Remarks, token_logprobs};
 use super::responses::Echo;
 use crate::error::ApiError;
 use crate::ids;
@@ -25,8 +25,8 @@ fn reasoning(id: &str, text: &str, status: &str) -> Value {
     json!({ "id": id, "type": "reasoning", "summary": [], "content": content, "status": status })
 }
 
-fn output_text(text: &str) -> Value {
-    json!({ "type": "output_text", "text": text, "annotations": [], "logprobs": [] })
+fn output_text(text: &str, tokens: &[TokenLogprob]) -> Value {
+    json!({ "type": "output_text", "text": text, "annotations": [], "logprobs": token_logprobs(tokens) })
 }
 
 fn message(id: &str, content: Vec<Value>, status: &str) -> Value {
@@ -84,7 +84,7 @@ pub fn whole(meta: &Meta, echo: &Echo, whole: &Whole) -> Value {
         output.push(reasoning(&ids::fresh("rs_"), &reply.thought, "completed"));
     }
     if !reply.text.is_empty() {
-        output.push(message(&ids::fresh("msg_"), vec![output_text(&reply.text)], status));
+        output.push(message(&ids::fresh("msg_"), vec![output_text(&reply.text, &reply.tokens)], status));
     }
     for (id, call) in &reply.calls {
         output.push(function_call(&ids::fresh("fc_"), id, &call.name, &call.arguments, "completed"));
@@ -100,7 +100,7 @@ pub fn whole(meta: &Meta, echo: &Echo, whole: &Whole) -> Value {
 #[derive(Debug)]
 enum Open {
     Thought { id: String, text: String },
-    Text { id: String, text: String },
+    Text { id: String, text: String, tokens: Vec<TokenLogprob> },
     Call { id: String, index: usize, call_id: String, name: String, arguments: String },
 }
 
@@ -149,12 +149,18 @@ impl ResponseFrames {
                 self.about("response.reasoning_text.done", &id, event, out);
                 reasoning(&id, &text, "completed")
             }
-            Some(Open::Text { id, text }) => {
-                let event = json!({ "content_index": 0, "text": text, "logprobs": [] });
+            Some(Open::Text { id, text, tokens }) => {
+                let logprobs = token_logprobs(&tokens);
+                let event = json!({ "content_index": 0, "text": text, "logprobs": logprobs });
                 self.about("response.output_text.done", &id, event, out);
-                let event = json!({ "content_index": 0, "part": output_text(&text) });
-                self.about("response.content_part.done", &id, event, out);
-                message(&id, vec![output_text(&text)], status)
+                let part = output_text(&text, &tokens);
+                self.about(
+                    "response.content_part.done",
+                    &id,
+                    json!({ "content_index": 0, "part": part }),
+                    out,
+                );
+                message(&id, vec![part], status)
             }
             Some(Open::Call { id, call_id, name, arguments, .. }) => {
                 let event = json!({ "name": name, "arguments": arguments });
@@ -197,19 +203,20 @@ impl Frames for ResponseFrames {
                     out,
                 );
             }
-            ServiceEvent::Text { delta, .. } => {
+            ServiceEvent::Text { delta, tokens: more } => {
                 if !matches!(self.open, Some(Open::Text { .. })) {
                     self.close("completed", out);
                     let id = ids::fresh("msg_");
                     self.add(message(&id, Vec::new(), "in_progress"), out);
-                    let event = json!({ "content_index": 0, "part": output_text("") });
+                    let event = json!({ "content_index": 0, "part": output_text("", &[]) });
                     self.about("response.content_part.added", &id, event, out);
-                    self.open = Some(Open::Text { id, text: String::new() });
+                    self.open = Some(Open::Text { id, text: String::new(), tokens: Vec::new() });
                 }
-                let Some(Open::Text { id, text }) = &mut self.open else { return };
+                let Some(Open::Text { id, text, tokens }) = &mut self.open else { return };
+                let event = json!({ "content_index": 0, "delta": delta, "logprobs": token_logprobs(&more) });
                 text.push_str(&delta);
+                tokens.extend(more);
                 let id = id.clone();
-                let event = json!({ "content_index": 0, "delta": delta, "logprobs": [] });
                 self.about("response.output_text.delta", &id, event, out);
             }
             ServiceEvent::CallBegin { index, id: call_id, name } => {

@@ -7,6 +7,7 @@ use lapidary::service::{ChatRequest, Format, ParallelCalls};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
+use super::chat::MAX_TOP_LOGPROBS;
 use super::message;
 use super::sampling::request;
 use super::thinking::{Reasoning, Switches};
@@ -27,6 +28,8 @@ request! {
         pub tool_choice: Option<Value>,
         pub parallel_tool_calls: Option<bool>,
         pub text: Option<TextOptions>,
+        pub top_logprobs: Option<u32>,
+        pub include: Option<Vec<String>>,
         pub reasoning: Option<Reasoning>,
         pub reasoning_effort: Option<String>,
         pub thinking: Option<Value>,
@@ -155,7 +158,8 @@ impl ResponsesBody {
             }
             (limit, other) => limit.or(other),
         };
-        let generation = sampling.params(options)?;
+        let mut generation = sampling.params(options)?;
+        generation.logprobs = self.logprobs(options, ignored)?;
         let mut variables = self.chat_template_kwargs.unwrap_or_default();
         let mut switches = Switches::default();
         switches.reasoning(self.reasoning.as_ref())?;
@@ -199,6 +203,25 @@ impl ResponsesBody {
         Ok((request, echo))
     }
 
+    /// The answer's probabilities are told when `include` names them; `top_logprobs` alone asks for them too.
+    fn logprobs(&self, options: &ServerOptions, ignored: &mut Ignored) -> Result<Option<u32>, ApiError> {
+        let mut wanted = self.top_logprobs.is_some_and(|top| top > 0);
+        for (i, name) in self.include.iter().flatten().enumerate() {
+            match name.as_str() {
+                "message.output_text.logprobs" => wanted = true,
+                _ => ignored.add(&format!("include[{i}]")),
+            }
+        }
+        ignored.refuse_if(options.strict)?;
+        match self.top_logprobs {
+            Some(top) if top > MAX_TOP_LOGPROBS => {
+                let text = format!("expected a whole number from 0 to {MAX_TOP_LOGPROBS}, got {top}");
+                Err(ApiError::bad_request(Some("top_logprobs"), &text))
+            }
+            top => Ok(wanted.then_some(top.unwrap_or(0))),
+        }
+    }
+
     fn refuse_what_is_not_here(&self) -> Result<(), ApiError> {
         let refuse = |field: &str, text: &str| Err(ApiError::bad_request(Some(field), text));
         let set = |value: &Option<Value>| value.as_ref().is_some_and(|v| !v.is_null());
@@ -217,6 +240,12 @@ impl ResponsesBody {
         }
         if self.truncation.as_deref().is_some_and(|t| t != "disabled") {
             return refuse("truncation", "nothing is cut out of a prompt here; expected disabled");
+        }
+        if self.prompt_logprobs.is_some() {
+            return refuse("prompt_logprobs", "a response has no place for them; ask /v1/chat/completions");
+        }
+        if self.capture.is_some() {
+            return refuse("capture", "a response has no place for it; ask /v1/chat/completions");
         }
         if self.n.is_some_and(|n| n != 1) {
             return refuse("n", "a response is one reply");

@@ -2,8 +2,10 @@
 
 use std::time::Duration;
 
+use lapidary::capture::CaptureSpec;
 use lapidary::service::GenerationParams;
 
+use super::looks::Steers;
 use super::values::{Biases, Id, Seed, Strings};
 use crate::error::ApiError;
 use crate::options::ServerOptions;
@@ -33,6 +35,9 @@ pub struct Sampling {
     pub priority: Option<i8>,
     /// Seconds.
     pub timeout: Option<f64>,
+    pub prompt_logprobs: Option<u32>,
+    pub steering: Option<Steers>,
+    pub capture: Option<CaptureSpec>,
 }
 
 impl Sampling {
@@ -88,6 +93,7 @@ impl Sampling {
                 }
             },
         };
+        let (steering, vectors) = self.steering.map_or_else(|| Ok(Default::default()), Steers::parts)?;
         Ok(GenerationParams {
             temperature: self.temperature,
             top_k,
@@ -105,7 +111,10 @@ impl Sampling {
             ignore_eos: self.ignore_eos.unwrap_or(false),
             n,
             logprobs: None,
-            prompt_logprobs: None,
+            prompt_logprobs: self.prompt_logprobs,
+            steering,
+            vectors,
+            capture: self.capture,
             priority: self.priority.unwrap_or(0),
             timeout,
         })
@@ -138,6 +147,9 @@ macro_rules! request {
             pub min_tokens: Option<usize>,
             pub priority: Option<i8>,
             pub timeout: Option<f64>,
+            pub prompt_logprobs: Option<u32>,
+            pub steering: Option<$crate::wire::looks::Steers>,
+            pub capture: Option<lapidary::capture::CaptureSpec>,
         }
 
         impl $name {
@@ -161,6 +173,9 @@ macro_rules! request {
                     min_tokens: self.min_tokens,
                     priority: self.priority,
                     timeout: self.timeout,
+                    prompt_logprobs: self.prompt_logprobs,
+                    steering: self.steering.clone(),
+                    capture: self.capture.clone(),
                 }
             }
         }

@@ -49,6 +49,53 @@ fn whole_and_streamed() {
 }
 
 #[test]
+fn logprobs_stand_beside_the_text_whole_and_streamed() {
+    run(async {
+        let plan = || {
+            Plan::Say(vec![vec![
+                started(7, 3),
+                token("on", 4, -0.5),
+                token("ce", 5, -1.0),
+                finished(stop(), 2, 0),
+            ]])
+        };
+        let server = Server::new([plan(), plan(), plan()]);
+        let include = json!(["message.output_text.logprobs", "reasoning.encrypted_content"]);
+        let body = json!({ "input": "hello", "include": include, "top_logprobs": 2 });
+        let whole = server.post("/v1/responses", &body).await;
+        assert_eq!(whole.header("x-lapidary-ignored"), "include[1]");
+        let logprobs = whole.json()["output"][0]["content"][0]["logprobs"].clone();
+        assert_eq!((&logprobs[1]["token"], &logprobs[1]["logprob"]), (&json!("ce"), &json!(-1.0)));
+        assert_eq!(logprobs[1]["top_logprobs"][1]["token"], "~");
+        let mut streamed = body.clone();
+        streamed["stream"] = json!(true);
+        let stream = server.post("/v1/responses", &streamed).await;
+        let events = chunks(&stream.body);
+        let of = |kind: &str| -> Vec<Value> {
+            events.iter().filter(|e| e["type"] == kind).map(|e| e["logprobs"].clone()).collect()
+        };
+        let deltas: Vec<Value> =
+            of("response.output_text.delta").iter().flat_map(|l| l.as_array().unwrap().clone()).collect();
+        assert_eq!(json!(deltas), logprobs);
+        assert_eq!(of("response.output_text.done"), std::slice::from_ref(&logprobs));
+        assert_eq!(events.last().unwrap()["response"]["output"][0]["content"][0]["logprobs"], logprobs);
+        // None unless they are asked for.
+        server.post("/v1/responses", &json!({ "input": "hello" })).await;
+        let asked: Vec<_> =
+            server.model.chats.lock().unwrap().iter().map(|c| c.generation.logprobs).collect();
+        assert_eq!(asked, [Some(2), Some(2), None]);
+        for (field, value) in
+            [("top_logprobs", json!(21)), ("capture", json!({})), ("prompt_logprobs", json!(1))]
+        {
+            let mut body = json!({ "input": "hello" });
+            body[field] = value;
+            let answer = server.post("/v1/responses", &body).await;
+            assert_eq!((answer.status.as_u16(), &answer.json()["error"]["param"]), (400, &json!(field)));
+        }
+    });
+}
+
+#[test]
 fn items_become_the_conversation() {
     run(async {
         let server = Server::new([plan()]);

@@ -67,6 +67,12 @@ impl<'a> Typed<'a> {
         out
     }
 
+    /// Whether a quoted argument is a string whatever stands in the quotes.
+    pub fn keeps_quotes(&self, key: &str) -> bool {
+        let types = self.types(self.member(self.root, 0, &|schema| named(schema, key)), 0);
+        types.string || types == Types::default()
+    }
+
     fn write(&self, value: &Value, schema: &'a Json, out: &mut String) {
         let types = self.types(schema, 0);
         match value {
@@ -98,10 +104,7 @@ impl<'a> Typed<'a> {
                     out.push_str(if i > 0 { "," } else { "" });
                     push_string(key, out);
                     out.push(':');
-                    let named = |s: &'a Json| {
-                        s.get("properties").and_then(|p| p.get(key)).or_else(|| s.get("additionalProperties"))
-                    };
-                    self.write(item, self.member(schema, 0, &named), out);
+                    self.write(item, self.member(schema, 0, &|schema| named(schema, key)), out);
                 }
                 out.push('}');
             }
@@ -148,6 +151,11 @@ impl<'a> Typed<'a> {
             ["anyOf", "oneOf", "allOf"].into_iter().filter_map(|key| schema[key].as_array()).flatten();
         reference.into_iter().chain(lists)
     }
+}
+
+/// What a schema says of a member.
+fn named<'a>(schema: &'a Json, key: &str) -> Option<&'a Json> {
+    schema.get("properties").and_then(|p| p.get(key)).or_else(|| schema.get("additionalProperties"))
 }
 
 impl Types {

@@ -1,6 +1,7 @@
 //! Decoding on a GPU: time of a step against the time that reading its bytes would take.
 
 use std::io::{Write, stdout};
+use std::ops::ControlFlow;
 use std::time::Instant;
 
 use anyhow::{Context as _, bail};
@@ -9,7 +10,6 @@ use lapidary::synth::{Mix, Size, SynthOptions, write};
 use lapidary::timings::Report;
 use lapidary::{Checkpoint, Config, Format, LoadOptions, Prompt, Stepper, TapPoint};
 use lapidary_engine::Heads;
-use lapidary_ops::{SteerEdit, SteerMode, SteerSet};
 use serde_json::{Value, json};
 
 use super::Args;
@@ -67,6 +67,8 @@ struct Line {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Hook {
     None,
+    /// One step after the other, to compare with steps that have a hook, which no device goes on from by itself.
+    Single,
     Capture(usize),
     Steer(usize),
 }
@@ -135,7 +137,7 @@ fn measure(args: &Args, name: &str, checkpoint: &Checkpoint, random: Option<Form
                     // In turn, so that a clock that drifts is seen by both.
                     let (mut with, mut without) = (Vec::new(), Vec::new());
                     for _ in 0..2 {
-                        without.extend(line(Hook::None)?.steps);
+                        without.extend(line(Hook::Single)?.steps);
                         with.extend(line(hook)?.steps);
                     }
                     Ok((median(&with), median(&without)))
@@ -165,12 +167,13 @@ fn measure(args: &Args, name: &str, checkpoint: &Checkpoint, random: Option<Form
     }
     writeln!(
         out,
-        "{name}: {}, {}, compute {}, {} of weights, {} of keys and values, loaded in {loaded:.1} s; reads {:.0} GB/s",
+        "{name}: {}, {}, compute {}, {} of weights, {} of keys and values, loaded in {loaded:.1} s ({:.1} GB/s); reads {:.0} GB/s",
         report.device,
         report.level,
         report.mode,
         bytes(memory.weights as u64),
         bytes(memory.kv as u64),
+        memory.weights as f64 / 1e9 / loaded,
         ceiling / 1e9
     )?;
     out.write_all(table(&lines, ceiling).as_bytes())?;
@@ -193,7 +196,10 @@ fn measure(args: &Args, name: &str, checkpoint: &Checkpoint, random: Option<Form
     Ok(())
 }
 
-/// Times single steps after `depth` tokens.
+/// Steps before the measured ones: run as they are, recorded, and repeated once.
+const WARM_UP: usize = 3;
+
+/// Times steps after `depth` tokens, each from the tokens of the step before to its own.
 fn decode(
     stepper: &mut Stepper,
     plan: &MemoryPlan,
@@ -201,65 +207,67 @@ fn decode(
     (depth, batch, steps): (usize, usize, usize),
     hook: Hook,
 ) -> anyhow::Result<Line> {
-    let prompt = Prompt::from(&super::ids(stepper, depth.max(1))[..]);
-    let mut seconds = Vec::with_capacity(steps);
-    let (start, mut tokens) = (depth.max(1), vec![1u32; batch]);
+    let start = depth.max(1);
     stepper.reset();
+    // Rows that all go the same way would choose the same experts, so each has a text of its own.
+    let vocab = stepper.model().config.vocab as u32;
+    let tokens: Vec<u32> = (0..batch as u32).map(|i| (1 + 7919 * i) % vocab).collect();
+    let slots: Vec<usize> = (0..batch).collect();
     let set = match hook {
-        Hook::Steer(layer) => Some(edit(stepper, layer)?),
+        Hook::Steer(layer) => Some(super::hooks::edit(stepper, layer)?),
         _ => None,
     };
     stepper.set_steering(set.as_ref())?;
     if batch == 1 {
-        stepper.prefill_each(&prompt, Heads::None, &mut |_| {})?;
+        stepper.prefill_each(&Prompt::from(&super::ids(stepper, start)[..]), Heads::None, &mut |_| {})?;
     } else {
-        stepper.alloc_slots(batch, depth + steps + 9)?;
-        for slot in 0..batch {
+        stepper.alloc_slots(batch, start + steps + 8)?;
+        for (slot, first) in tokens.iter().enumerate() {
+            let mut ids = super::ids(stepper, start);
+            ids.iter_mut().for_each(|id| *id = (*id + first) % vocab);
             stepper.set_slot_steering(slot, set.as_ref())?;
-            stepper.prefill_slot(slot, &prompt.tokens)?;
+            stepper.prefill_slot(slot, &ids)?;
         }
     }
     if let Hook::Capture(layer) = hook {
         stepper.set_capture(&[TapPoint::LayerOut(layer)]);
     }
-    let slots: Vec<usize> = (0..batch).collect();
-    // The first three run as they are, until nothing moves, and are recorded; none counts.
-    for step in 0..steps + 3 {
-        if step == 3 && args.profile && hook == Hook::None {
-            stepper.start_profile(false)?;
+    let run = |stepper: &mut Stepper, fed: &[u32], steps: usize| {
+        let (mut seconds, mut clock, mut last) = (Vec::with_capacity(steps), Instant::now(), fed.to_vec());
+        let (runs, length) = if hook == Hook::Single { (steps, 1) } else { (1, steps) };
+        for _ in 0..runs {
+            let fed = last.clone();
+            let sink = &mut |tokens: &[u32]| {
+                let now = Instant::now();
+                seconds.push((now - clock).as_secs_f64());
+                clock = now;
+                last.copy_from_slice(tokens);
+                ControlFlow::Continue(())
+            };
+            match batch {
+                1 => stepper.decode_many(fed[0], length, sink)?,
+                _ => stepper.decode_batch_many(&fed, &slots, length, sink)?,
+            };
         }
-        let position = start + step;
-        let clock = Instant::now();
-        if batch == 1 {
-            tokens[0] = stepper.decode_step(tokens[0], position)?;
-        } else {
-            let fed = tokens.clone();
-            stepper.decode_batch(&fed, &vec![position; batch], &slots, &mut tokens)?;
-        }
-        if step >= 3 {
-            seconds.push(clock.elapsed().as_secs_f64());
-        }
-        // Rows that all go the same way would choose the same experts.
-        let vocab = stepper.model().config.vocab as u32;
-        tokens.iter_mut().enumerate().for_each(|(i, t)| *t = (*t + 7919 * i as u32) % vocab);
+        Ok::<_, anyhow::Error>((seconds, last))
+    };
+    let (_, fed) = run(stepper, &tokens, WARM_UP)?;
+    if args.profile && hook == Hook::None {
+        stepper.start_profile(false)?;
     }
+    // The first of a run has nobody before it who launched it.
+    let (seconds, _) = run(stepper, &fed, steps + 1)?;
     stepper.set_capture(&[]);
     let profile = stepper.take_profile().map(|p| Report::new(&p));
     Ok(Line {
         batch,
         depth: start,
-        steps: seconds,
+        steps: seconds[1..].to_vec(),
         weight_bytes: stepper.weight_bytes(),
         kv_bytes: plan.kv_bytes_per_token(start + steps / 2) * batch as u64,
         profile,
         hooks: None,
     })
-}
-
-/// An edit that is made of every row.
-fn edit(stepper: &Stepper, layer: usize) -> anyhow::Result<SteerSet> {
-    let direction: Vec<f32> = (0..stepper.model().config.hidden).map(|i| (i % 7) as f32 - 3.0).collect();
-    Ok(SteerSet { edits: vec![SteerEdit::new(layer, SteerMode::Ablate, 0.01, &direction)?] })
 }
 
 impl Line {

@@ -1,6 +1,7 @@
 //! `lapidary bench`
 
 mod gpu;
+mod hooks;
 
 use std::collections::BTreeMap;
 use std::io::{Write, stdout};
@@ -13,6 +14,7 @@ use lapidary::{Checkpoint, Config, TapPoint};
 use lapidary_engine::{Heads, Prompt, Stepper};
 use serde_json::{Value, json};
 
+use self::hooks::Cost;
 use crate::commands::bench_serve;
 use crate::load;
 use crate::model_args::{ComputeFlag, DeviceArgs, ModelArgs};
@@ -69,7 +71,7 @@ pub struct Args {
     /// Tell where the time of each test went; the clocks take a little of it
     #[arg(long)]
     pub profile: bool,
-    /// Measure as well what it costs to capture and to steer this layer of every row; on a GPU
+    /// Measure as well what it costs to capture and to steer this layer of every row
     #[arg(long, value_name = "LAYER")]
     pub hooks: Option<u16>,
     /// Print JSON
@@ -123,9 +125,6 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     if matches!(args.device.device, lapidary::Device::Cuda { .. }) {
         return gpu::run(args);
     }
-    if args.hooks.is_some() {
-        anyhow::bail!("--hooks measures on a GPU: add --device cuda");
-    }
     if args.synthetic.is_some() {
         anyhow::bail!(
             "--synthetic makes its weights on a GPU: add --device cuda; `lapidary synth` writes a file for the processor"
@@ -155,7 +154,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
         true => vec![lapidary::host::available_cores()],
         false => args.threads.iter().map(|&t| t.into()).collect(),
     };
-    let (mut measured, mut memory) = (Vec::new(), BTreeMap::new());
+    let (mut measured, mut costs, mut memory) = (Vec::new(), Vec::new(), BTreeMap::new());
     let mut level = String::new();
     for &threads in &threads {
         options.threads = Some(threads);
@@ -181,6 +180,12 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
             let profile = args.profile.then(|| Report::new(&Profile { steps, total, rest }));
             measured.push(Measured { threads, test, rates, profile });
         }
+        if let Some(layer) = args.hooks {
+            for &depth in &args.depth {
+                let at = (threads, depth as usize);
+                costs.push(Cost::measure(&mut stepper, at, longest.max(1), layer.into())?);
+            }
+        }
         drop(stepper);
         // A shared machine's memory is faster at one time than at another: the limit is the better one that was seen.
         let after = read_bandwidth(threads);
@@ -190,8 +195,19 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     let mut out = stdout().lock();
     let about = About { name: source::name(&args.model), checkpoint: &checkpoint, plan: &plan, args, level };
     match args.json {
-        true => writeln!(out, "{:#}", about.json(&measured, &memory))?,
-        false => out.write_all(about.text(&measured, &memory).as_bytes())?,
+        true => {
+            let mut value = about.json(&measured, &memory);
+            if let Some(layer) = args.hooks {
+                value["hooks"] = costs.iter().map(|c| c.json(layer)).collect();
+            }
+            writeln!(out, "{value:#}")?;
+        }
+        false => {
+            out.write_all(about.text(&measured, &memory).as_bytes())?;
+            if let Some(layer) = args.hooks {
+                costs.iter().try_for_each(|c| out.write_all(c.text(layer).as_bytes()))?;
+            }
+        }
     }
     Ok(())
 }

@@ -1,0 +1,188 @@
+//! The per-layer branch in one kernel: `kernels/per_layer_sm90.cu`.
+
+use super::producers::{Branch, NormOut};
+use super::skinny_gemm::{Gate, Weights};
+use crate::driver::{DevPtr, Kernel};
+use crate::error::{Error, Result};
+use crate::launch::{Args, Queue, Shape};
+use crate::pack::{Form, PackedShape};
+
+const FAMILY: &str = "per_layer_sm90";
+/// Most rows of one call.
+pub const MAX_ROWS: usize = 8;
+/// Width of a layer's own inputs that it takes.
+pub const WIDTH: usize = 256;
+/// Widest residual.
+const MAX_HIDDEN: usize = 5120;
+/// Blocks of the one cluster.
+const BLOCKS: usize = 16;
+
+/// `x1 = x + rms(y; post)`, `h = f(W_gate x1) * times`, `x = (x1 + rms(W_proj h; close)) * scalar`, `out = rms(x)`.
+#[derive(Clone, Copy, Debug)]
+pub struct PerLayer {
+    /// float32 `[rows][x_stride]`, read and written.
+    pub x: DevPtr,
+    /// Values from row to row of `x`.
+    pub x_stride: usize,
+    /// Rows, 1 to 8.
+    pub rows: usize,
+    /// Values of a row of `x`.
+    pub width: usize,
+    /// The branch that joins first.
+    pub y: Branch,
+    /// Gain and epsilon of the norm before that.
+    pub post: (DevPtr, f32),
+    /// `[256][width]`.
+    pub gate: Weights,
+    /// Its activation.
+    pub activation: Gate,
+    /// float32 `[rows][times_stride]`: the layer's own inputs.
+    pub times: DevPtr,
+    /// Values from row to row of `times`.
+    pub times_stride: usize,
+    /// `[width][256]`, in the form of `gate`.
+    pub projection: Weights,
+    /// Gain and epsilon of the norm behind the projection.
+    pub close: (DevPtr, f32),
+    /// Multiplies the sum.
+    pub scalar: f32,
+    /// What is made of it.
+    pub out: NormOut,
+    /// Epsilon of that norm.
+    pub out_eps: f32,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct PerLayerArgs {
+    x: DevPtr,
+    y: Branch,
+    post: DevPtr,
+    gate: DevPtr,
+    proj: DevPtr,
+    gate_scale: DevPtr,
+    proj_scale: DevPtr,
+    times: DevPtr,
+    close: DevPtr,
+    out: NormOut,
+    gate_strip_bytes: u64,
+    proj_strip_bytes: u64,
+    ld_x: i32,
+    rows: i32,
+    width: i32,
+    gate_chunks: i32,
+    proj_chunks: i32,
+    strips: i32,
+    ld_times: i32,
+    activation: i32,
+    post_eps: f32,
+    close_eps: f32,
+    out_eps: f32,
+    scalar: f32,
+}
+
+// SAFETY: mirrors `PerLayerArgs` in kernels/per_layer_sm90.cu.
+unsafe impl Args for PerLayerArgs {}
+
+/// Why matrices of these shapes and so many rows are not for this kernel, if they aren't; `most_shared` is what a block may have.
+pub fn refuses(
+    gate: PackedShape,
+    projection: PackedShape,
+    rows: usize,
+    most_shared: usize,
+) -> Option<String> {
+    let (form, hidden) = (gate.form, gate.cols);
+    let whole = hidden.is_multiple_of(form.chunk_inputs()) && WIDTH.is_multiple_of(form.chunk_inputs());
+    if projection.form != form
+        || gate.rows != WIDTH
+        || (projection.rows, projection.cols) != (hidden, WIDTH)
+        || !whole
+        || hidden > MAX_HIDDEN
+    {
+        return Some(format!("{gate:?} and {projection:?}"));
+    }
+    if rows == 0 || rows > MAX_ROWS {
+        return Some(format!("{rows} rows, it takes 1 to {MAX_ROWS}"));
+    }
+    let shared = shared(gate, projection, rows);
+    (shared > most_shared).then(|| format!("{shared} bytes of shared memory"))
+}
+
+fn strips_of_block(projection: PackedShape) -> usize {
+    projection.strips().div_ceil(BLOCKS)
+}
+
+fn shared(gate: PackedShape, projection: PackedShape, rows: usize) -> usize {
+    let per = strips_of_block(projection);
+    let floats = 8 * 256 + 8 * 128 + 16 + 2 * 8 * BLOCKS + 2 * rows * per * 16;
+    gate.strip_bytes()
+        + per * projection.strip_bytes()
+        + floats * 4
+        + rows * (WIDTH + 8) * 2
+        + rows * (gate.cols + 8) * 2
+}
+
+/// Queues [`PerLayer`].
+///
+/// # Errors
+/// `Shape` for what [`refuses`] refuses, and for strides that are no multiples of 4.
+///
+/// # Safety
+/// All pointers are what their fields say, 16-byte aligned, and stay so until the work is done.
+pub unsafe fn per_layer(queue: Queue<'_>, call: &PerLayer) -> Result<()> {
+    let (gate, projection) = (call.gate.shape, call.projection.shape);
+    let refuse = |what| Err(Error::Shape { kernel: "per_layer", what });
+    let entry = match gate.form {
+        Form::Bf16 => "per_layer_bf16",
+        Form::Fp8 => "per_layer_fp8",
+        Form::Fp8Block => "per_layer_fp8_block",
+        Form::Nvfp4 => "per_layer_nvfp4",
+        Form::Int4 => "per_layer_int4",
+        Form::Int4Bf16 => "per_layer_int4_bf16",
+        Form::Int4Min => "per_layer_int4_min",
+        Form::Int8 => "per_layer_int8",
+        Form::Int8Min => "per_layer_int8_min",
+        Form::Q4K => "per_layer_q4_k",
+        Form::Q5K => "per_layer_q5_k",
+        Form::Sub16 => "per_layer_sub16",
+    };
+    let most = queue.kernels.get(Kernel::new(FAMILY, entry))?.max_dynamic_shared;
+    if let Some(what) = refuses(gate, projection, call.rows, most as usize) {
+        return refuse(what);
+    }
+    if call.width != gate.cols || !call.x_stride.is_multiple_of(4) || call.y.stride % 4 != 0 {
+        return refuse(format!("rows of {} every {} values", call.width, call.x_stride));
+    }
+    let args = PerLayerArgs {
+        x: call.x,
+        y: call.y,
+        post: call.post.0,
+        gate: call.gate.strips,
+        proj: call.projection.strips,
+        gate_scale: call.gate.row_scales,
+        proj_scale: call.projection.row_scales,
+        times: call.times,
+        close: call.close.0,
+        out: call.out,
+        gate_strip_bytes: gate.strip_bytes() as u64,
+        proj_strip_bytes: projection.strip_bytes() as u64,
+        ld_x: call.x_stride as i32,
+        rows: call.rows as i32,
+        width: call.width as i32,
+        gate_chunks: gate.chunks() as i32,
+        proj_chunks: projection.chunks() as i32,
+        strips: projection.strips() as i32,
+        ld_times: call.times_stride as i32,
+        activation: call.activation as i32,
+        post_eps: call.post.1,
+        close_eps: call.close.1,
+        out_eps: call.out_eps,
+        scalar: call.scalar,
+    };
+    let shape = Shape::new(BLOCKS as u32, 256)
+        .shared(shared(gate, projection, call.rows) as u32)
+        .cluster(BLOCKS as u32)
+        .dependent();
+    // SAFETY: the caller's; the shape is the kernel's own.
+    unsafe { queue.launch(Kernel::new(FAMILY, entry), shape, &args) }
+}
