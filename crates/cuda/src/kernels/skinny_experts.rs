@@ -126,7 +126,12 @@ impl Beside {
         let (shape, form) = (side.weights.shape, call.weights.shape.form);
         let whole = shape.cols.is_multiple_of(form.chunk_inputs());
         let plain = side.output == Output::F32 { softcap: 0.0 };
-        if shape.form != form || !whole || !plain || side.rows != call.rows || !side.x_stride.is_multiple_of(8) {
+        if shape.form != form
+            || !whole
+            || !plain
+            || side.rows != call.rows
+            || !side.x_stride.is_multiple_of(8)
+        {
             return None;
         }
         let one = Choice { planes: 1, ..experts };

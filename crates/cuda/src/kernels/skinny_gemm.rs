@@ -3,8 +3,8 @@
 //! One kernel serves a plain product, a gated pair of matrices, a product whose result is a gate for something else, and
 //! chosen experts. [`Choice::of`] decides strips a warp, where x is kept and how k is cut into planes.
 
-use super::skinny_shape::Variant;
 pub use super::skinny_shape::Choice;
+use super::skinny_shape::Variant;
 use crate::driver::DevPtr;
 use crate::error::{Error, Result};
 use crate::launch::{Args, Queue, Shape};
@@ -197,11 +197,7 @@ pub fn planes(shape: PackedShape, rows: usize, most_planes: usize, multiprocesso
     Choice::of(shape, rows, false, most_planes, multiprocessors).planes
 }
 
-pub(super) fn check(
-    shape: PackedShape,
-    rows: usize, x_stride: usize,
-    gated: bool,
-) -> Result<()> {
+pub(super) fn check(shape: PackedShape, rows: usize, x_stride: usize, gated: bool) -> Result<()> {
     if rows == 0 || rows > MAX_ROWS {
         return Err(refuse(format!("{rows} rows, it takes 1 to {MAX_ROWS}")));
     }

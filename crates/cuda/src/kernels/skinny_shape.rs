@@ -277,8 +277,7 @@ impl Choice {
             .iter()
             .copied()
             .filter(|v| {
-                (two || v.strips() == 1)
-                    && (rows <= 8 || matches!(v, Variant::Global | Variant::GlobalTwo))
+                (two || v.strips() == 1) && (rows <= 8 || matches!(v, Variant::Global | Variant::GlobalTwo))
             })
             .flat_map(|v| work.candidates(v))
             .map(|(choice, _)| choice)
@@ -386,14 +385,8 @@ impl Work {
                 let sums = (unit * 16 * rows).div_ceil(32 * rows.min(8)) as f64 * 60.0;
                 let warps = rounds as f64 * (steps as f64 * chunk_ns(shape.form) + 290.0 + sums);
                 let time = memory.max(warps) + 0.25 * memory.min(warps) + 60.0 * planes as f64;
-                let choice = Choice {
-                    variant,
-                    tiles: rows.div_ceil(8),
-                    lwm,
-                    planes,
-                    blocks,
-                    scaled: self.scaled,
-                };
+                let choice =
+                    Choice { variant, tiles: rows.div_ceil(8), lwm, planes, blocks, scaled: self.scaled };
                 list.push((choice, time));
             }
         }
