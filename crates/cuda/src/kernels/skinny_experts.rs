@@ -3,7 +3,7 @@
 
 use super::producers::{self, Router, RouterArgs};
 use super::skinny_gemm::{
-    Chosen, Gate, Linear, MAX_EXPERTS, MAX_PLANES, MAX_ROWS, Output, SkinnyArgs, Weights, arguments, check,
+    Chosen, Gate, Linear, MAX_EXPERTS, MAX_PLANES, Output, SkinnyArgs, Weights, arguments, check,
     launch, linear, linear_arguments, refuse,
 };
 use super::skinny_shape::{Choice, SHARED_OF_TWO, Variant, Work};
