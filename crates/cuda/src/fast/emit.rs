@@ -11,6 +11,7 @@ use crate::kernels::hooks::Source;
 use crate::kernels::producers::{self, Argmax, Branch, NormOut};
 use crate::kernels::skinny_gemm::{self, Gate, Linear, MAX_PLANES, MAX_ROWS, Output, Weights};
 use crate::ops::CudaOps;
+use crate::pack::{Form, PackedShape};
 use crate::workspace::Piece;
 
 /// Runs a program by way of steps.
@@ -30,9 +31,24 @@ pub(crate) fn run(ops: &mut CudaOps<'_>, program: &(dyn Fn(&mut dyn Ops) + Sync)
     }
 }
 
-/// Rows up to which a product runs sixteen or thirty-two at a time over all weights rather than once through the kernel for many: on
-/// an H200 31B FP8 takes 12.8 ms for 16 rows that way and 60 ms for 32 the other (2026-11-30).
+/// Rows up to which narrow products and experts run sixteen at a time over all weights rather than once through a kernel for
+/// many.
 pub(super) const SKINNY_ROWS: usize = 64;
+
+/// Whether so many rows of a product go through the kernel for very many at once. It reads the weights once, but its tiles are so
+/// large that a narrow matrix leaves most of the chip idle; where both ways cost the same was measured on an H200
+/// (2026-11-30, docs/performance.md).
+fn goes_wide(shape: PackedShape, rows: usize) -> bool {
+    let least = match (rows, shape.form) {
+        (..=16, _) => return false,
+        (17..=32, Form::Bf16) => 16_384,
+        (17..=32, Form::Fp8) => 32_768,
+        (17..=32, _) => return false,
+        (33..=SKINNY_ROWS, _) => 8_192,
+        _ => 0,
+    };
+    shape.rows >= least
+}
 
 /// A product's sums that nobody has added up yet: float32 `[plane][rows][stride]`.
 #[derive(Clone, Copy, Debug)]
@@ -315,14 +331,14 @@ impl CudaOps<'_> {
     /// # Safety
     /// As [`skinny_gemm::linear`].
     unsafe fn multiply(&mut self, call: &Linear) -> Result<()> {
-        if self.rows > SKINNY_ROWS {
+        if goes_wide(call.weights.shape, self.rows) {
             let bytes = gemm_wide::workspace_bytes(call.weights.shape, self.rows);
             let arranged = self.on.workspace.get(Piece::Arranged, &self.on.stream, bytes)?;
             // SAFETY: the caller's, and the room is what the call needs.
             return unsafe { Ok(gemm_wide::linear(self.on.queue(), call, arranged)?) };
         }
         let out_bytes = if matches!(call.output, Output::F32 { .. }) { 4 } else { 2 };
-        for (first, rows) in self.tiles_of(skinny_gemm::most_rows(call.weights.shape.form)) {
+        for (first, rows) in self.tiles() {
             let output = match call.output {
                 Output::GateTimes { gate, times, stride } => {
                     Output::GateTimes { gate, times: times.at(first * stride * 4), stride }
@@ -344,13 +360,8 @@ impl CudaOps<'_> {
 
     /// Sixteen rows at a time, as the router takes them: first row and number.
     pub(super) fn tiles(&self) -> impl Iterator<Item = (usize, usize)> + use<> {
-        self.tiles_of(MAX_ROWS)
-    }
-
-    /// So many rows at a time.
-    fn tiles_of(&self, most: usize) -> impl Iterator<Item = (usize, usize)> + use<> {
         let rows = self.rows;
-        (0..rows).step_by(most).map(move |r| (r, most.min(rows - r)))
+        (0..rows).step_by(MAX_ROWS).map(move |r| (r, MAX_ROWS.min(rows - r)))
     }
 
     /// A product of all rows.
@@ -500,4 +511,18 @@ pub(super) fn gate(f: Activation) -> Gate {
 
 pub(super) fn not_packed() -> Error {
     Error::Device("a matrix is not in the form that its product was chosen for".into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn narrow_matrices_stay_with_sixteen_rows_at_a_time() {
+        let wide = |form, outputs, rows| goes_wide(PackedShape { form, rows: outputs, cols: 5376 }, rows);
+        assert!(!wide(Form::Bf16, 262_144, 16) && wide(Form::Bf16, 16_384, 17));
+        assert!(wide(Form::Fp8, 43_008, 32) && !wide(Form::Fp8, 16_384, 32) && wide(Form::Fp8, 16_384, 33));
+        assert!(!wide(Form::Q4K, 43_008, 32) && wide(Form::Q4K, 43_008, 33) && !wide(Form::Q4K, 5_376, 64));
+        assert!(wide(Form::Q4K, 5_376, 65) && wide(Form::Bf16, 96, 65));
+    }
 }

@@ -99,14 +99,6 @@ const fn ring(form: Form, two: bool) -> Option<(usize, usize)> {
     }
 }
 
-/// Most rows of one launch of a plain product.
-pub fn most_rows(form: Form) -> usize {
-    match form {
-        Form::Bf16 | Form::Fp8 | Form::Fp8Block | Form::Nvfp4 => 32,
-        _ => 16,
-    }
-}
-
 /// Nanoseconds that a warp takes for 64 inputs of a strip, beside 7 others.
 const fn chunk_ns(form: Form) -> f64 {
     match form {
@@ -232,7 +224,7 @@ impl Choice {
             return work.balance(Variant::Shared);
         }
         let variant = match rows {
-            _ if !two || rows > 16 => Variant::Global,
+            _ if !two => Variant::Global,
             1 if shape.bytes() >= LARGE_BYTES && four_bits => Variant::SharedTwo,
             1 if shape.bytes() >= LARGE_BYTES => Variant::Shared,
             _ if form == Form::Q4K || rows > 8 && integer => Variant::Global,
@@ -285,9 +277,7 @@ impl Choice {
             .iter()
             .copied()
             .filter(|v| {
-                (two || v.strips() == 1)
-                    && (rows <= 8 || matches!(v, Variant::Global | Variant::GlobalTwo))
-                    && (rows <= 16 || *v == Variant::Global)
+                (two || v.strips() == 1) && (rows <= 8 || matches!(v, Variant::Global | Variant::GlobalTwo))
             })
             .flat_map(|v| work.candidates(v))
             .map(|(choice, _)| choice)
@@ -299,7 +289,6 @@ impl Choice {
         let entries = ENTRIES.iter().find(|e| e.form == form).expect("every form has its kernels");
         let n2 = self.tiles > 1;
         let entry = match self.variant {
-            Variant::Global if self.tiles > 2 => entries.wide,
             Variant::Global => entries.global[usize::from(n2)],
             Variant::GlobalTwo => entries.global_two[usize::from(n2)],
             Variant::Shared => entries.shared,
@@ -396,14 +385,8 @@ impl Work {
                 let sums = (unit * 16 * rows).div_ceil(32 * rows.min(8)) as f64 * 60.0;
                 let warps = rounds as f64 * (steps as f64 * chunk_ns(shape.form) + 290.0 + sums);
                 let time = memory.max(warps) + 0.25 * memory.min(warps) + 60.0 * planes as f64;
-                let choice = Choice {
-                    variant,
-                    tiles: if rows > 16 { 4 } else { rows.div_ceil(8) },
-                    lwm,
-                    planes,
-                    blocks,
-                    scaled: self.scaled,
-                };
+                let choice =
+                    Choice { variant, tiles: rows.div_ceil(8), lwm, planes, blocks, scaled: self.scaled };
                 list.push((choice, time));
             }
         }
@@ -423,8 +406,6 @@ struct Entries {
     up: [&'static str; 2],
     up_shared: &'static str,
     down: [&'static str; 2],
-    /// 17 to 32 rows, for the forms that [`most_rows`] says so of.
-    wide: &'static str,
     /// There for the forms that [`row_ring`] names.
     row: [&'static str; 2],
 }
@@ -446,7 +427,6 @@ macro_rules! entries {
             up: [concat!("skinny_", $name, "_n1_up"), concat!("skinny_", $name, "_n2_up")],
             up_shared: concat!("skinny_", $name, "_n1_ups"),
             down: [concat!("skinny_", $name, "_n1_down"), concat!("skinny_", $name, "_n2_down")],
-            wide: concat!("skinny_", $name, "_n4_g1"),
             row: [
                 concat!("skinny_", $name, "_r1"),
                 concat!("skinny_", $name, "_r2"),
