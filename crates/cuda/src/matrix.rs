@@ -61,7 +61,7 @@ impl Matrix {
         let random = random.as_mut().filter(|_| parts[0].format != Format::F32);
         let is_random = random.is_some();
         if !is_random {
-            parts.iter().try_for_each(check)?;
+            check_all(parts)?;
         }
         let mut tiles = random;
         let packed =
@@ -148,7 +148,7 @@ impl Matrix {
     /// `Tensor` for parts of unequal width and values that the format's rules forbid, `OutOfMemory`.
     fn in_file_form(store: &mut Store<'_>, parts: &[TensorView<'_>]) -> Result<Matrix> {
         let (rows, cols) = shape(parts)?;
-        parts.iter().try_for_each(check)?;
+        check_all(parts)?;
         let (mut runs, mut next) = (Vec::new(), 0);
         while next < parts.len() {
             let len = 1 + parts[next..].windows(2).take_while(|pair| stacks(&pair[0], &pair[1])).count();
@@ -186,6 +186,22 @@ fn shape(parts: &[TensorView<'_>]) -> Result<(usize, usize)> {
         }
     }
     Ok((rows, first.cols))
+}
+
+/// Checks every part, many small ones side by side.
+fn check_all(parts: &[TensorView<'_>]) -> Result<()> {
+    let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
+    if parts.len() < cores {
+        return parts.iter().try_for_each(check);
+    }
+    let alone = |part: &TensorView<'_>| {
+        validate(part).map_err(|e| Error::Tensor { tensor: part.name.clone(), reason: e.to_string() })
+    };
+    std::thread::scope(|s| {
+        let some = parts.chunks(parts.len().div_ceil(cores));
+        let workers: Vec<_> = some.map(|some| s.spawn(move || some.iter().try_for_each(alone))).collect();
+        workers.into_iter().try_for_each(|w| w.join().expect("a check does not panic"))
+    })
 }
 
 /// Checks lengths, scales and codes, with as many threads as there are cores where there is much to check.

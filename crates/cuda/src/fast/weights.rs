@@ -74,21 +74,23 @@ impl PackOptions<'_> {
 
     fn strips(&mut self, shape: PackedShape, parts: &[TensorView<'_>]) -> Result<Weights> {
         let strips = self.arena.take(shape.bytes())?;
-        let mut at = 0;
+        let each = shape.strip_bytes();
+        let mut ends = Vec::with_capacity(parts.len());
         for part in parts {
-            let own = PackedShape::of(part);
-            let mut write = |from: usize, out: &mut [u8]| in_parallel(part, from / own.strip_bytes(), out);
-            // SAFETY: the strips of all parts were just taken.
-            unsafe { self.staging.fill(strips.at(at), own.bytes(), own.strip_bytes(), &mut write)? };
-            at += own.bytes();
+            ends.push(ends.last().copied().unwrap_or(0) + PackedShape::of(part).strips());
         }
+        let all = ends.last().copied().unwrap_or(0);
+        let mut write = |from: usize, out: &mut [u8]| in_parallel(parts, &ends, from / each, each, out);
+        // SAFETY: the strips of all parts were just taken.
+        unsafe { self.staging.fill(strips, all * each, each, &mut write)? };
         Ok(Weights { shape, strips, row_scales: put_row_scales(self.arena, self.staging, parts)? })
     }
 }
 
-/// Experts are read one at a time, so each is whole strips and chunks.
+/// Experts are read one at a time, so each is whole strips and chunks. Gate and up together are twice as high as the other
+/// matrix is wide; only where both are packed can the kernels for experts be used, so what keeps one apart must keep both.
 fn is_whole(shape: PackedShape, stacked: bool, group_rows: usize) -> bool {
-    !stacked || group_rows.is_multiple_of(32) && shape.cols.is_multiple_of(shape.form.chunk_inputs())
+    !stacked || group_rows.is_multiple_of(128) && shape.cols.is_multiple_of(shape.form.chunk_inputs())
 }
 
 /// Factors of outputs, where any part has one.
@@ -109,16 +111,25 @@ pub(super) fn put_row_scales(
     Ok(ptr)
 }
 
-/// Writes the strips from `first` on that fill `bytes`.
-fn in_parallel(part: &TensorView<'_>, first: usize, bytes: &mut [u8]) {
-    let strip_bytes = PackedShape::of(part).strip_bytes();
+/// Writes the strips of stacked parts from strip `first` on that fill `bytes`; `ends` says behind which strip each part ends.
+/// A part may be one expert's and small, so cores share all of them and not each.
+fn in_parallel(parts: &[TensorView<'_>], ends: &[usize], first: usize, strip_bytes: usize, bytes: &mut [u8]) {
     let strips = bytes.len() / strip_bytes;
     let threads = std::thread::available_parallelism().map_or(1, |n| n.get()).min(strips);
     let each = strips.div_ceil(threads.max(1)).max(1);
+    let write = |mut strip: usize, mut out: &mut [u8]| {
+        while !out.is_empty() {
+            let part = ends.partition_point(|&end| end <= strip);
+            let begin = if part == 0 { 0 } else { ends[part - 1] };
+            let count = (ends[part] - strip).min(out.len() / strip_bytes);
+            let (own, rest) = out.split_at_mut(count * strip_bytes);
+            pack_strips(&parts[part], strip - begin..strip - begin + count, own);
+            (strip, out) = (strip + count, rest);
+        }
+    };
     std::thread::scope(|s| {
         for (i, out) in bytes.chunks_mut(each * strip_bytes).enumerate() {
-            let first = first + i * each;
-            s.spawn(move || pack_strips(part, first..first + out.len() / strip_bytes, out));
+            s.spawn(move || write(first + i * each, out));
         }
     });
 }

@@ -122,6 +122,8 @@ fn with_model(args: &Args, checkpoint: &Checkpoint) -> anyhow::Result<Compared> 
 
     let mut load = args.load.clone();
     load.device.kv = args.reference_kv;
+    // The reference is what its file holds.
+    (load.device.weights, load.device.head) = (None, None);
     let context = input.context();
     let (mut reference, reference_options) =
         input::stepper(&reference_checkpoint, &load, args.reference_compute, context, args.embed_scale)?;
