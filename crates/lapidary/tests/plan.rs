@@ -135,7 +135,7 @@ fn too_little_memory_for_the_experts_gives_the_same_tokens() {
         }
         // Matrices that are always read in place are mapped anyway.
         let (same, in_place) = expected.get_or_insert_with(|| (tokens.clone(), held.mapped as u64));
-        assert_eq!(same, &tokens, "{:?}", plan.paged);
+        assert_eq!(*same, tokens, "{:?}", plan.paged);
         // Packed ones are whole tiles, which tells the two a little apart.
         let (paged, mapped) = (plan.paged.map_or(0, |p| p.bytes), held.mapped as u64 - *in_place);
         assert!(mapped >= paged * 9 / 10 && mapped <= paged * 11 / 10, "{mapped} of {paged} mapped");
