@@ -19,9 +19,6 @@ use crate::crowd::{Crowd, waited_for_core};
 
 /// Turns of the spin loop before a waiter sleeps, about 20 microseconds.
 const SPINS: u32 = 2_000;
-/// The same between two jobs, about 300 microseconds: what a caller does between two passes takes about half of that, and a
-/// worker that sleeps may be woken on the core of another and wait for it.
-const SPINS_BETWEEN: u32 = 30_000;
 
 /// Claims that one part of a job may use side by side.
 pub(crate) const COUNTERS: usize = 2;
@@ -49,8 +46,8 @@ impl Signal {
     }
 
     /// Returns once `done` holds; `done` must become true before an `advance` or `wake_all`.
-    fn wait_until(&self, spins: u32, done: impl Fn() -> bool) {
-        for _ in 0..spins {
+    fn wait_until(&self, done: impl Fn() -> bool) {
+        for _ in 0..SPINS {
             if done() {
                 return;
             }
@@ -109,7 +106,7 @@ impl Sync {
             self.reset_claims();
             self.meetings.advance();
         } else {
-            self.meetings.wait_until(SPINS, || {
+            self.meetings.wait_until(|| {
                 self.meetings.value.load(Ordering::SeqCst) != before || self.poisoned.load(Ordering::SeqCst)
             });
         }
@@ -245,7 +242,7 @@ impl Team {
             let done = shared.finished.value.load(Ordering::SeqCst) + workers - 1;
             shared.started[..workers - 1].iter().for_each(Signal::advance);
             part(shared, job, 0);
-            shared.finished.wait_until(SPINS, || shared.finished.value.load(Ordering::SeqCst) == done);
+            shared.finished.wait_until(|| shared.finished.value.load(Ordering::SeqCst) == done);
         } else {
             part(shared, job, 0);
         }
@@ -277,7 +274,7 @@ fn serve(shared: &Shared, id: usize) {
     let started = &shared.started[id - 1];
     let mut seen = 0;
     loop {
-        started.wait_until(SPINS_BETWEEN, || started.value.load(Ordering::SeqCst) != seen);
+        started.wait_until(|| started.value.load(Ordering::SeqCst) != seen);
         seen += 1;
         if shared.stop.load(Ordering::SeqCst) {
             return;
