@@ -265,7 +265,7 @@ fn what_a_product_does_not_take_is_refused_by_name() {
         most_planes: 1,
     };
     let bad = [
-        (Linear { rows: 17, ..good }, "17 rows"),
+        (Linear { rows: 33, ..good }, "33 rows"),
         (Linear { x_stride: 65, ..good }, "multiples of 8"),
         (Linear { output: Output::Gated(Gate::Silu), ..good }, "gate and up of 40"),
     ];
