@@ -14,6 +14,11 @@
 //! Keys and values come from memory that nothing has touched since the last token, and rows of a page are too short
 //! for the processor to guess what comes next: what the following page has is asked for meanwhile.
 
+#![allow(
+    clippy::needless_range_loop,
+    reason = "one index runs over several arrays whose lengths are constants"
+)]
+
 use std::ops::Range;
 
 use lapidary_ops::{AttnSpec, PAGE_TOKENS};
@@ -227,18 +232,18 @@ mod x86 {
         // SAFETY: columns e and on are inside rows of d, a multiple of 32.
         unsafe {
             while d - e >= 32 * G {
-                group::<H, G>(acc.add(e), d, p, v.add(e), keys, ahead);
+                group::<H, G>(acc.add(e), d, p, v, e, keys, ahead);
                 e += 32 * G;
             }
             while e < d {
-                group::<H, 1>(acc.add(e), d, p, v.add(e), keys, ahead);
+                group::<H, 1>(acc.add(e), d, p, v, e, keys, ahead);
                 e += 32;
             }
         }
     }
 
     /// # Safety
-    /// As for `columns`; `32 * G` columns at `acc` and `v`.
+    /// As for `columns`; `32 * G` columns at `acc`, and from `e` on in rows of `v`.
     #[inline]
     #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vbmi")]
     unsafe fn group<const H: usize, const G: usize>(
@@ -246,6 +251,7 @@ mod x86 {
         d: usize,
         p: *const Bf16,
         v: *const Bf16,
+        e: usize,
         keys: &Range<usize>,
         ahead: isize,
     ) {
@@ -269,14 +275,22 @@ mod x86 {
                     }
                 }
             }
-            for pair in keys.start / 2..keys.end.div_ceil(2) {
+            let pairs = keys.start / 2..keys.end.div_ceil(2);
+            // What is asked for, in the order in which it lies in memory, since the processor's own prefetch follows that:
+            // in all a line of the next page for each that is read here.
+            let mut next =
+                v.cast::<i8>().wrapping_offset(ahead).wrapping_add(64 * (e / 32 * 2 * pairs.len()));
+            for pair in pairs {
+                if ahead != 0 {
+                    for line in 0..2 * G {
+                        _mm_prefetch::<_MM_HINT_T0>(next.wrapping_add(64 * line));
+                    }
+                    next = next.wrapping_add(64 * 2 * G);
+                }
                 let mut w = [[_mm512_setzero_si512(); 2]; G];
                 for g in 0..G {
                     let row = |j: usize| {
-                        let at = v.add(j * d + 32 * g);
-                        if ahead != 0 {
-                            _mm_prefetch::<_MM_HINT_T1>(at.cast::<i8>().wrapping_offset(ahead));
-                        }
+                        let at = v.add(j * d + e + 32 * g);
                         if keys.contains(&j) { _mm512_loadu_si512(at.cast()) } else { _mm512_setzero_si512() }
                     };
                     let (a, b) = (row(2 * pair), row(2 * pair + 1));

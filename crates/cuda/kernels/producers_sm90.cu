@@ -5,7 +5,6 @@
 // griddepcontrol.wait, nothing else. Sums run in an order fixed by the shape. Traffic: inputs and outputs once.
 #include <cooperative_groups.h>
 
-#include "common/ahead.cuh"
 #include "common/page.cuh"
 #include "common/residual.cuh"
 #include "common/router.cuh"
@@ -98,8 +97,6 @@ extern "C" __global__ void __launch_bounds__(256) residual(const __grid_constant
 
 // ---- finish: q = rotate(norm(q)); k = rotate(norm(k)), v = norm(v) to their page ----
 // One warp a head; grid (heads + 2 kv heads over 4, rows). A lane holds neighbours i of the first half and their partners i + D/2, four at a time.
-// Meanwhile the weights of the products after attention are brought to the second-level cache, since neither this kernel nor attention of few keys
-// keeps the memory busy: every warp of the grid asks for its share, blocks beyond the heads do nothing else.
 // Mirrored by FinishArgs in src/kernels/producers.rs.
 struct FinishArgs {
   float* qkv;            // [plane][rows][ld]; queries are stored back in place when store_q
@@ -114,7 +111,6 @@ struct FinishArgs {
   int planes, ld, ld_rope, ld_q, heads, kv_heads, values_are_keys, norm_values, store_q;
   float q_eps, k_eps, v_eps;
   float k_inverse, v_inverse;  // FP8: 1 / scale
-  Ahead ahead;
 };
 __device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d) {
   return (uint32_t)__nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, __NV_E4M3) | (uint32_t)__nv_cvt_float2_to_fp8x2(make_float2(c, d), __NV_SATFINITE, __NV_E4M3) << 16;
@@ -123,12 +119,7 @@ template <int D, bool FP8> __device__ __forceinline__ void finish_body(const Fin
   constexpr int J = D / 256, HALF = D / 2;
   pdl_launch();
   const int lane = threadIdx.x & 31, h = blockIdx.x * 4 + (threadIdx.x >> 5), r = blockIdx.y;
-  const uint32_t all = gridDim.x * gridDim.y * 4, me = (r * gridDim.x + blockIdx.x) * 4 + (threadIdx.x >> 5);
-  if (h >= a.heads + 2 * a.kv_heads) {
-    pdl_wait();
-    if (lane == 0) fetch_ahead(a.ahead, me, all);
-    return;
-  }
+  if (h >= a.heads + 2 * a.kv_heads) return;
   const bool query = h < a.heads, value = h >= a.heads + a.kv_heads;
   const int head = query ? h : value ? h - a.heads - a.kv_heads : h - a.heads;
   const int from = query ? head : a.heads + head + (value && !a.values_are_keys ? a.kv_heads : 0);
@@ -142,7 +133,6 @@ template <int D, bool FP8> __device__ __forceinline__ void finish_body(const Fin
     }
   pdl_wait();
   float ss = 0;
-  if (lane == 0) fetch_ahead(a.ahead, me, all);  // earlier it would be pushed out again by what is still being read
 #pragma unroll
   for (int j = 0; j < J; j++)
 #pragma unroll

@@ -4,5 +4,3 @@
 
 SKINNY_FORM(bf16, Bf16, 1, 5)
 SKINNY_TWO_STRIPS(bf16, Bf16, 1, 2)
-// 17 to 32 rows.
-SKINNY(skinny_bf16_n4_g1, Bf16, 1, 5, 1, 4, false, DENSE)

@@ -4,5 +4,3 @@
 
 SKINNY_FORM(fp8_block, Fp8Block, 2, 4)
 SKINNY_TWO_STRIPS(fp8_block, Fp8Block, 1, 4)
-// 17 to 32 rows.
-SKINNY(skinny_fp8_block_n4_g1, Fp8Block, 2, 4, 1, 4, false, DENSE)

@@ -5,5 +5,3 @@
 SKINNY_FORM(nvfp4, Nvfp4, 4, 4)
 SKINNY_TWO_STRIPS(nvfp4, Nvfp4, 2, 4)
 ROW_FORM(nvfp4, Nvfp4, 4, 4, 4, 2)
-// 17 to 32 rows.
-SKINNY(skinny_nvfp4_n4_g1, Nvfp4, 4, 4, 1, 4, false, DENSE)

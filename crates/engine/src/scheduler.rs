@@ -28,7 +28,7 @@
 //!   earlier steps, but at least `min_prompt_rows`, so that a device for which the bound is out of reach still
 //!   gets prompts done. A vision block runs whole, even beyond the bound.
 //! - **Even streams.** Within that bound, a batch takes at most `max_slowdown` times as long as the streams' rows alone
-//!   would: prompts get three quarters of the time where it is 4, and no stream halts for the bound's sake. Batches of
+//!   would: prompts get two thirds of the time where it is 3, and no stream halts for the bound's sake. Batches of
 //!   up to 40 ms are let be.
 //! - **Fair share.** Half of the prompts' rows go to the first in rank; the others share the other half, those
 //!   served longest ago first. A short prompt behind a long one is answered before it, and the long one still
@@ -98,7 +98,7 @@ impl Default for SchedulerOptions {
             running: 64,
             waiting: 256,
             max_stall: Duration::from_millis(200),
-            max_slowdown: 4,
+            max_slowdown: 3,
             min_prompt_rows: 16,
             priority_worth: Duration::from_secs(60),
             rollback: 0,
@@ -471,7 +471,11 @@ impl Scheduler {
         }
         self.in_flight = None;
         let rows = plan.entries.iter().map(|e| e.rows.len()).sum();
-        self.pace.observe(rows, now.saturating_sub(plan.planned_at));
+        let took = now.saturating_sub(plan.planned_at);
+        self.pace.observe(rows, took);
+        if heads == rows {
+            self.pace.observe_streams(rows, took);
+        }
         let mut events = Vec::new();
         let mut produced = produced.iter();
         for entry in &plan.entries {

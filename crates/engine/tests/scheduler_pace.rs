@@ -61,7 +61,7 @@ fn c04_a_long_prompt_keeps_the_gap_of_running_streams_bounded() {
             assert!(gap <= bound, "a stream waited {gap:?}");
         }
         assert!(
-            // Three quarters of the time are the prompt's, and batches of the streams' pace are less efficient.
+            // Two thirds of the time are the prompt's, and batches of the streams' pace are less efficient.
             first.as_secs_f64() <= 1.6 * alone_takes.as_secs_f64(),
             "{first:?} after {alone_takes:?} alone"
         );

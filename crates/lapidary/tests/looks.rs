@@ -244,7 +244,9 @@ fn captures_are_those_of_a_request_alone_beside_kept_prefixes_neighbours_and_ste
                 assert_eq!(reply.sampled, plain.sampled, "{what}: looking changes no bit");
                 assert_same(&seen.lock().unwrap(), &expected, first, &what);
                 assert!(reply.usage.cached_tokens <= first, "{what}: {}", reply.usage.cached_tokens);
-                assert_eq!(reply.usage.cached_tokens > 0, first >= PAGE_TOKENS, "{what}");
+                // A snapshot stands at the end of the prompt, and none has to stand before.
+                let kept = 170 / PAGE_TOKENS * PAGE_TOKENS;
+                assert!(first < kept || reply.usage.cached_tokens == kept, "{what}");
                 neighbours.into_iter().for_each(|n| drop(n.wait()));
             }
         }

@@ -38,7 +38,8 @@ fn what_is_held_on_a_gpu_is_within_the_plan() {
             let config = Config::from_checkpoint(&checkpoint).expect("config is read");
             let limits = Limits { rows: options.chunk, head_rows: options.head_rows };
             let (kv, device) = ([kv; 2], options.device);
-            let plan = PlanOptions { context: 331, sequences: 1, limits, kv, compute, device, requantise };
+            let (context, sequences, memory) = (331, 1, None);
+            let plan = PlanOptions { context, sequences, limits, kv, compute, device, memory, requantise };
             let plan = MemoryPlan::new(&checkpoint, &config, &plan);
             let mut s = load_stepper(&checkpoint, &options, &mut |_| {}).expect("the model loads");
             let loaded = s.runner().memory();

@@ -104,7 +104,7 @@ pub struct ServiceArgs {
     pub max_stall_ms: u64,
     /// Times that a step of running streams may take longer while prompts are read, within that bound: larger reads
     /// prompts sooner, smaller keeps streams even
-    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u32).range(2..=1000))]
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(2..=1000))]
     pub max_slowdown: u32,
     /// Most bytes of sliding keys and values that are kept so that later requests need not compute a beginning again; the
     /// larger of 256 MiB and four windows when not given

@@ -10,7 +10,7 @@
 //! bits     1 vector: bit v holds one bit of vector v
 //! ```
 
-use super::lanes::Lanes;
+use super::lanes::{LANES, Lanes};
 
 /// Words of a row's block.
 pub(crate) type Words = [u32; 8];
@@ -19,7 +19,7 @@ pub(crate) type Words = [u32; 8];
 pub(crate) trait Codes {
     /// Bytes of one block of 16 rows.
     const BYTES: usize;
-    /// Stores a row's block.
+    /// Stores a row's block in a `block` of [`BYTES`](Codes::BYTES).
     fn put(words: &Words, row: usize, block: &mut [u8]);
     /// Reads back what `put` stored.
     fn get(block: &[u8], row: usize) -> Words;
@@ -35,14 +35,24 @@ const NIBBLES: usize = 4 * VECTOR;
 const PAIRS: usize = 2 * VECTOR;
 const BITS: usize = VECTOR;
 
+/// The block, with its length and the row checked once for all that is stored.
+#[inline(always)]
+fn exactly(row: usize, block: &mut [u8], bytes: usize) -> &mut [u8] {
+    assert!(row < LANES && block.len() == bytes);
+    block
+}
+
+#[inline(always)]
 fn put_word(word: u32, vector: usize, row: usize, block: &mut [u8]) {
     block[vector * VECTOR + 4 * row..][..4].copy_from_slice(&word.to_le_bytes());
 }
 
+#[inline(always)]
 fn get_word(vector: usize, row: usize, block: &[u8]) -> u32 {
     u32::from_le_bytes(block[vector * VECTOR + 4 * row..][..4].try_into().expect("four bytes"))
 }
 
+#[inline(always)]
 fn put_nibbles(words: &Words, row: usize, block: &mut [u8]) {
     for u in 0..4 {
         put_word(words[u] & 0x0F0F_0F0F | (words[u + 4] & 0x0F0F_0F0F) << 4, u, row, block);
@@ -54,6 +64,7 @@ fn get_nibbles(block: &[u8], row: usize) -> Words {
 }
 
 /// Bits `from` and `from + 1` of each code.
+#[inline(always)]
 fn put_pairs(words: &Words, from: u32, row: usize, block: &mut [u8]) {
     for p in 0..2 {
         let word = (0..4).fold(0, |word, s| word | (words[4 * p + s] >> from & 0x0303_0303) << (2 * s));
@@ -66,6 +77,7 @@ fn get_pairs(block: &[u8], from: u32, row: usize) -> Words {
 }
 
 /// Bit `from` of each code.
+#[inline(always)]
 fn put_bits(words: &Words, from: u32, row: usize, block: &mut [u8]) {
     let word = (0..8).fold(0, |word, v| word | (words[v] >> from & 0x0101_0101) << v);
     put_word(word, 0, row, block);
@@ -114,7 +126,9 @@ pub(crate) struct Eight;
 
 impl Codes for Four {
     const BYTES: usize = NIBBLES;
+    #[inline(always)]
     fn put(words: &Words, row: usize, block: &mut [u8]) {
+        let block = exactly(row, block, Self::BYTES);
         put_nibbles(words, row, block);
     }
     fn get(block: &[u8], row: usize) -> Words {
@@ -129,7 +143,9 @@ impl Codes for Four {
 
 impl Codes for Five {
     const BYTES: usize = NIBBLES + BITS;
+    #[inline(always)]
     fn put(words: &Words, row: usize, block: &mut [u8]) {
+        let block = exactly(row, block, Self::BYTES);
         put_nibbles(words, row, block);
         put_bits(words, 4, row, &mut block[NIBBLES..]);
     }
@@ -157,7 +173,9 @@ impl Codes for Five {
 
 impl Codes for Six {
     const BYTES: usize = NIBBLES + PAIRS;
+    #[inline(always)]
     fn put(words: &Words, row: usize, block: &mut [u8]) {
+        let block = exactly(row, block, Self::BYTES);
         put_nibbles(words, row, block);
         put_pairs(words, 4, row, &mut block[NIBBLES..]);
     }
@@ -206,7 +224,9 @@ unsafe fn pairs<S: Lanes>(p: *const u8) -> [S::B; 8] {
 
 impl Codes for Two {
     const BYTES: usize = PAIRS;
+    #[inline(always)]
     fn put(words: &Words, row: usize, block: &mut [u8]) {
+        let block = exactly(row, block, Self::BYTES);
         put_pairs(words, 0, row, block);
     }
     fn get(block: &[u8], row: usize) -> Words {
@@ -221,7 +241,9 @@ impl Codes for Two {
 
 impl Codes for Three {
     const BYTES: usize = PAIRS + BITS;
+    #[inline(always)]
     fn put(words: &Words, row: usize, block: &mut [u8]) {
+        let block = exactly(row, block, Self::BYTES);
         put_pairs(words, 0, row, block);
         put_bits(words, 2, row, &mut block[PAIRS..]);
     }
@@ -249,7 +271,9 @@ impl Codes for Three {
 
 impl Codes for Eight {
     const BYTES: usize = 8 * VECTOR;
+    #[inline(always)]
     fn put(words: &Words, row: usize, block: &mut [u8]) {
+        let block = exactly(row, block, Self::BYTES);
         for (v, &word) in words.iter().enumerate() {
             put_word(word, v, row, block);
         }

@@ -32,16 +32,19 @@ pub(crate) trait Kind {
     fn words(file: &[u8], block: usize) -> Words;
 }
 
+#[inline(always)]
 fn word(bytes: &[u8], at: usize) -> u32 {
     u32::from_le_bytes(bytes[at..at + 4].try_into().expect("four bytes"))
 }
 
 /// 16 bytes from `at` on: inputs 0 to 15 in the low nibbles, 16 to 31 in the high ones.
+#[inline(always)]
 fn nibbles(file: &[u8], at: usize) -> Words {
     std::array::from_fn(|v| word(file, at + 4 * (v % 4)) >> (4 * (v / 4)) & 0x0F0F_0F0F)
 }
 
 /// 16 bytes, each with two neighbouring inputs, the even one in the low nibble.
+#[inline(always)]
 fn neighbours(file: &[u8]) -> Words {
     std::array::from_fn(|v| {
         let x = u32::from(file[2 * v]) | u32::from(file[2 * v + 1]) << 8;
@@ -50,32 +53,38 @@ fn neighbours(file: &[u8]) -> Words {
 }
 
 /// 16 bytes from `at` on, eight for each half: inputs 0 to 7 in the low nibbles, 8 to 15 in the high ones.
+#[inline(always)]
 fn eights(file: &[u8], at: usize) -> Words {
     std::array::from_fn(|v| word(file, at + 8 * (v / 4) + 4 * (v % 2)) >> (4 * (v / 2 % 2)) & 0x0F0F_0F0F)
 }
 
 /// The bits of the 32-bit word at `at`, bit i for input i, as the fifth bits of the codes.
+#[inline(always)]
 fn fifth_bits(file: &[u8], at: usize) -> Words {
     let bits = word(file, at);
     // A product spreads four bits over four bytes.
     std::array::from_fn(|v| (bits >> (4 * v) & 15).wrapping_mul(0x0020_4081) << 4 & 0x1010_1010)
 }
 
+#[inline(always)]
 fn joined(a: Words, b: Words) -> Words {
     std::array::from_fn(|v| a[v] | b[v])
 }
 
 /// 32 bytes from `at` on, one an input: the nibble at bit `shift` of each.
+#[inline(always)]
 fn nibble_of(file: &[u8], at: usize, shift: u32) -> Words {
     std::array::from_fn(|v| word(file, at + 4 * v) >> shift & 0x0F0F_0F0F)
 }
 
 /// 32 bytes from `at` on, one an input: the two bits at bit `shift` of each, moved up by `to`.
+#[inline(always)]
 fn two_bits_of(file: &[u8], at: usize, shift: usize, to: u32) -> Words {
     std::array::from_fn(|v| (word(file, at + 4 * v) >> shift & 0x0303_0303) << to)
 }
 
 /// 32 bytes from `at` on, one an input: the bit `shift` of each, moved up by `to`.
+#[inline(always)]
 fn bit_of(file: &[u8], at: usize, shift: usize, to: u32) -> Words {
     std::array::from_fn(|v| (word(file, at + 4 * v) >> shift & 0x0101_0101) << to)
 }
@@ -89,6 +98,7 @@ macro_rules! kinds {
                 kinds!(@consts $($const = $value),*);
                 type Codes = $codes;
                 type Scaling = $scaling;
+                #[inline(always)]
                 fn words($file: &[u8], $block: usize) -> Words {
                     $words
                 }

@@ -34,12 +34,6 @@ use super::x86::{Avx2, Avx512Vnni, AvxVnni};
 use crate::level::{Isa, Level};
 use lapidary_formats::Format;
 
-/// Bytes between what is multiplied and what is asked for, in each tile: `docs/performance.md` has the figures.
-const fn bytes_ahead<K: Kind>() -> usize {
-    // Codes of a byte take fewer instructions a byte, so less has to be under way.
-    if K::Codes::BYTES >= 8 * 64 { 2048 } else { 4096 }
-}
-
 /// Multiplies one tile, or two that follow each other in memory.
 ///
 /// # Safety
@@ -151,8 +145,8 @@ unsafe fn neon_i8mm<K: Kind>(
     unsafe { run::<NeonI8mm, K>(tile, tiles, x, multiplier, out) }
 }
 
-/// One row to three wait for memory: two tiles are read side by side, which gives more of it than one. With more rows a
-/// block's codes are unpacked once for all of them.
+/// One tile after the other, a single stream of memory. With more than three rows sums do not stay in registers, and a block
+/// is unpacked once for all of them.
 ///
 /// # Safety
 /// As for [`Kernel`].
@@ -167,18 +161,15 @@ unsafe fn run<S: Lanes, K: Kind>(
     let multiplier = multiplier * K::Scaling::UNIT;
     // SAFETY: the caller's.
     unsafe {
-        match (x.count, tiles) {
-            (1, 1) => few::<S, K, 1, 1>(tile, x, multiplier, out),
-            (1, _) => few::<S, K, 1, 2>(tile, x, multiplier, out),
-            (2, 1) => few::<S, K, 2, 1>(tile, x, multiplier, out),
-            (2, _) => few::<S, K, 2, 2>(tile, x, multiplier, out),
-            (3, 1) => few::<S, K, 3, 1>(tile, x, multiplier, out),
-            (3, _) => few::<S, K, 3, 2>(tile, x, multiplier, out),
-            _ => {
-                for t in 0..tiles {
-                    let tile = tile.add(t * tile_bytes::<K>(x.width));
+        for t in 0..tiles {
+            let (tile, out) = (tile.add(t * tile_bytes::<K>(x.width)), out.add(t * LANES));
+            match x.count {
+                1 => few::<S, K, 1>(tile, x, multiplier, out),
+                2 => few::<S, K, 2>(tile, x, multiplier, out),
+                3 => few::<S, K, 3>(tile, x, multiplier, out),
+                _ => {
                     for first in (0..x.count).step_by(AT_ONCE) {
-                        many::<S, K>(tile, x, first, multiplier, out.add(t * LANES));
+                        many::<S, K>(tile, x, first, multiplier, out);
                     }
                 }
             }
@@ -186,58 +177,39 @@ unsafe fn run<S: Lanes, K: Kind>(
     }
 }
 
-/// M rows of x with T tiles, one after the other in memory.
+/// M rows of x with one tile; their sums stay in registers.
 ///
 /// # Safety
-/// As for [`Kernel`]; x has M rows, and the tiles are there.
+/// As for [`Kernel`]; x has M rows.
 #[inline(always)]
-unsafe fn few<S: Lanes, K: Kind, const M: usize, const T: usize>(
+unsafe fn few<S: Lanes, K: Kind, const M: usize>(
     tile: *const u8,
     x: QuantRows<'_>,
     multiplier: f32,
     out: *mut f32,
 ) {
     let blocks = x.width / BLOCK;
-    let ahead = bytes_ahead::<K>() / K::Codes::BYTES;
-    let tile_bytes = tile_bytes::<K>(x.width);
-    // SAFETY: offsets stay inside the tiles (codes, then scales), the rows of x and those of out, all of which the
-    // caller promises.
+    // SAFETY: offsets stay inside the tile's super-blocks, the rows of x and those of out, all of which the caller
+    // promises.
     unsafe {
-        let mut codes = tile;
-        let mut scales = tile.add(blocks * K::Codes::BYTES);
-        let mut acc = [[S::floats(0.0); M]; T];
-        let mut unpacked: [Unpacked; T] = [[0; 256]; T];
+        let mut packed = tile;
+        let mut acc = [S::floats(0.0); M];
+        let mut unpacked: Unpacked = [0; 256];
         let mut b = 0;
         while b < blocks {
-            for t in 0..T {
-                K::Scaling::prepare::<S>(scales.add(t * tile_bytes), &mut unpacked[t]);
-                // The scales of the next tile: those of this one lie beyond its codes, too far to be asked for by the
-                // codes' turn.
-                for line in (0..K::Scaling::BYTES).step_by(64) {
-                    S::prefetch(scales.wrapping_add((t + T) * tile_bytes + line));
-                }
-            }
+            let scales = packed;
+            packed = packed.add(K::Scaling::BYTES);
+            K::Scaling::prepare::<S>(scales, &mut unpacked);
             for j in 0..K::Scaling::BLOCKS {
-                for t in 0..T {
-                    let codes = codes.add(t * tile_bytes);
-                    // Behind a tile's last codes comes the tile that this stream has next.
-                    let skip = if b + ahead < blocks { 0 } else { T * tile_bytes - blocks * K::Codes::BYTES };
-                    for line in (0..K::Codes::BYTES).step_by(64) {
-                        S::prefetch(codes.wrapping_add(ahead * K::Codes::BYTES + skip + line));
-                    }
-                    let w = weights::<S, K>(codes);
-                    let f = K::Scaling::factors::<S>(scales.add(t * tile_bytes), &unpacked[t], j);
-                    block::<S, K, M, false>(&w, &f, x, 0, b, acc[t].as_mut_ptr());
-                }
-                codes = codes.add(K::Codes::BYTES);
+                let w = weights::<S, K>(packed);
+                let f = K::Scaling::factors::<S>(scales, &unpacked, j);
+                block::<S, K, M, false>(&w, &f, x, 0, b, acc.as_mut_ptr());
+                packed = packed.add(K::Codes::BYTES);
                 b += 1;
             }
-            scales = scales.add(K::Scaling::BYTES);
         }
-        for (t, acc) in acc.into_iter().enumerate() {
-            for (m, acc) in acc.into_iter().enumerate() {
-                S::store(S::mul(acc, S::floats(multiplier)), out.add(m * PAIR + t * LANES));
-            }
+        for (m, acc) in acc.into_iter().enumerate() {
+            S::store(S::mul(acc, S::floats(multiplier)), out.add(m * PAIR));
         }
     }
 }
@@ -258,13 +230,10 @@ unsafe fn many<S: Lanes, K: Kind>(
     out: *mut f32,
 ) {
     let blocks = x.width / BLOCK;
-    let ahead = bytes_ahead::<K>() / K::Codes::BYTES;
-    let tile_bytes = tile_bytes::<K>(x.width);
     let count = AT_ONCE.min(x.count - first);
     // SAFETY: as for `few`; sums are written before they are read.
     unsafe {
-        let mut codes = tile;
-        let mut scales = tile.add(blocks * K::Codes::BYTES);
+        let mut packed = tile;
         let mut sums = [MaybeUninit::<S::F>::uninit(); AT_ONCE];
         let acc = sums.as_mut_ptr().cast::<S::F>();
         for m in 0..count {
@@ -273,16 +242,11 @@ unsafe fn many<S: Lanes, K: Kind>(
         let mut unpacked: Unpacked = [0; 256];
         let mut b = 0;
         while b < blocks {
+            let scales = packed;
+            packed = packed.add(K::Scaling::BYTES);
             K::Scaling::prepare::<S>(scales, &mut unpacked);
-            for line in (0..K::Scaling::BYTES).step_by(64) {
-                S::prefetch(scales.wrapping_add(tile_bytes + line));
-            }
             for j in 0..K::Scaling::BLOCKS {
-                let skip = if b + ahead < blocks { 0 } else { tile_bytes - blocks * K::Codes::BYTES };
-                for line in (0..K::Codes::BYTES).step_by(64) {
-                    S::prefetch(codes.wrapping_add(ahead * K::Codes::BYTES + skip + line));
-                }
-                let w = weights::<S, K>(codes);
+                let w = weights::<S, K>(packed);
                 let f = K::Scaling::factors::<S>(scales, &unpacked, j);
                 let mut m = 0;
                 if S::PAIRED {
@@ -303,10 +267,9 @@ unsafe fn many<S: Lanes, K: Kind>(
                 if count > m {
                     block::<S, K, 1, false>(&w, &f, x, first + m, b, acc.add(m));
                 }
-                codes = codes.add(K::Codes::BYTES);
+                packed = packed.add(K::Codes::BYTES);
                 b += 1;
             }
-            scales = scales.add(K::Scaling::BYTES);
         }
         for m in 0..count {
             S::store(S::mul(acc.add(m).read(), S::floats(multiplier)), out.add((first + m) * PAIR));

@@ -39,8 +39,6 @@ pub(crate) trait Lanes: Copy {
     }
     /// 64 bytes at `p`.
     unsafe fn load(p: *const u8) -> Self::B;
-    /// Asks for the cache line at `p`, which need not be readable.
-    unsafe fn prefetch(p: *const u8);
     /// Stores 64 bytes at `p`.
     unsafe fn save(b: Self::B, p: *mut u8);
     /// Every byte `and` mask.
@@ -134,7 +132,6 @@ impl Lanes for Plain {
 
     operations! {
         fn load(p: *const u8) -> [u8; 64] { p.cast::<[u8; 64]>().read() }
-        fn prefetch(_p: *const u8) {}
         fn save(b: [u8; 64], p: *mut u8) { p.cast::<[u8; 64]>().write(b) }
         fn and(a: [u8; 64], mask: u8) -> [u8; 64] { a.map(|v| v & mask) }
         fn or(a: [u8; 64], b: [u8; 64]) -> [u8; 64] {

@@ -116,9 +116,6 @@ macro_rules! four_registers {
                 fn load(p: *const u8) -> Bytes {
                     [vld1q_u8(p), vld1q_u8(p.add(16)), vld1q_u8(p.add(32)), vld1q_u8(p.add(48))]
                 }
-                fn prefetch(p: *const u8) {
-                    asm!("prfm pldl2keep, [{p}]", p = in(reg) p, options(nostack, readonly, preserves_flags))
-                }
                 fn save(b: Bytes, p: *mut u8) {
                     for (i, b) in b.into_iter().enumerate() {
                         vst1q_u8(p.add(16 * i), b);

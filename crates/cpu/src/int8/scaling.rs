@@ -87,6 +87,7 @@ unsafe fn only<S: Lanes>(scale: S::F) -> Factors<S> {
     }
 }
 
+#[inline(always)]
 fn put_two(file: &[u8], at: usize, row: usize, plane: &mut [u8]) {
     plane[2 * row..2 * row + 2].copy_from_slice(&file[at..at + 2]);
 }
@@ -106,6 +107,7 @@ impl Scaling for Plain {
     const GRAIN: Grain = Grain::Block;
     const MINIMUM: bool = false;
 
+    #[inline(always)]
     fn put(file: &[u8], _beside: &[u8], row: usize, out: &mut [u8]) {
         put_two(file, 0, row, out);
     }
@@ -128,6 +130,7 @@ impl Scaling for Exponent {
     const GRAIN: Grain = Grain::Block;
     const MINIMUM: bool = false;
 
+    #[inline(always)]
     fn put(file: &[u8], _beside: &[u8], row: usize, out: &mut [u8]) {
         out[row] = file[0];
     }
@@ -150,6 +153,7 @@ impl Scaling for Affine {
     const GRAIN: Grain = Grain::Block;
     const MINIMUM: bool = true;
 
+    #[inline(always)]
     fn put(file: &[u8], _beside: &[u8], row: usize, out: &mut [u8]) {
         put_two(file, 0, row, out);
         put_two(file, 2, row, &mut out[F16S..]);
@@ -176,6 +180,7 @@ impl Scaling for Six {
     const GRAIN: Grain = Grain::Block;
     const MINIMUM: bool = true;
 
+    #[inline(always)]
     fn put(file: &[u8], _beside: &[u8], row: usize, out: &mut [u8]) {
         for (b, &byte) in file[4..16].iter().enumerate() {
             out[b * LANES + row] = byte;
@@ -229,6 +234,7 @@ impl Scaling for Signed {
     const GRAIN: Grain = Grain::Block;
     const MINIMUM: bool = false;
 
+    #[inline(always)]
     fn put(file: &[u8], _beside: &[u8], row: usize, out: &mut [u8]) {
         let high = u16::from_le_bytes([file[2], file[3]]);
         for j in 0..8 {
@@ -261,6 +267,7 @@ impl<const PACKED: bool> Scaling for SignedHalves<PACKED> {
     const GRAIN: Grain = Grain::WholeHalves;
     const MINIMUM: bool = false;
 
+    #[inline(always)]
     fn put(file: &[u8], _beside: &[u8], row: usize, out: &mut [u8]) {
         let (scales, d) = if PACKED {
             (q3_k::unpack_scales(file[96..108].as_array().expect("twelve bytes")), 108)
@@ -296,6 +303,7 @@ impl Scaling for NibbleHalves {
     const GRAIN: Grain = Grain::WholeHalves;
     const MINIMUM: bool = true;
 
+    #[inline(always)]
     fn put(file: &[u8], _beside: &[u8], row: usize, out: &mut [u8]) {
         for (j, &byte) in file[..16].iter().enumerate() {
             out[j * LANES + row] = byte;
@@ -335,6 +343,7 @@ impl E4m3 {
     /// The kernel's bytes are 2^-8 of their numbers and its codes doubled ones.
     const UNIT: f32 = 128.0;
 
+    #[inline(always)]
     fn put(bytes: [u8; 2], row: usize, out: &mut [u8]) {
         for (half, byte) in bytes.into_iter().enumerate() {
             out[half * LANES + row] = byte;
@@ -366,6 +375,7 @@ impl Scaling for E4m3Beside {
     const BESIDE: usize = 2;
     const UNIT: f32 = E4m3::UNIT;
 
+    #[inline(always)]
     fn put(_file: &[u8], beside: &[u8], row: usize, out: &mut [u8]) {
         E4m3::put([beside[0], beside[1]], row, out);
     }
@@ -389,6 +399,7 @@ impl Scaling for E4m3Inside {
     const MINIMUM: bool = false;
     const UNIT: f32 = E4m3::UNIT;
 
+    #[inline(always)]
     fn put(file: &[u8], _beside: &[u8], row: usize, out: &mut [u8]) {
         E4m3::put([file[0], file[1]], row, out);
         E4m3::put([file[2], file[3]], row, &mut out[E4m3::BYTES..]);
@@ -413,6 +424,7 @@ impl Scaling for Bf16Beside {
     const MINIMUM: bool = false;
     const BESIDE: usize = 2;
 
+    #[inline(always)]
     fn put(_file: &[u8], beside: &[u8], row: usize, out: &mut [u8]) {
         put_two(beside, 0, row, out);
     }

@@ -1,8 +1,9 @@
 //! A matrix packed for the int8 kernel.
 //!
-//! 16 rows make a tile. A tile is its blocks of codes in order of inputs, then its super-blocks of scales, padded
-//! to 64 bytes; the last tile of a matrix is filled up with zero rows. Codes and scales take the bytes that they
-//! take in the file (Q3_K and IQ4_XS a few more for unpacked scales). Packing loses nothing: any row can be
+//! 16 rows make a tile. A tile is its super-blocks in order of inputs, each its scales and then its blocks of codes, padded
+//! to 64 bytes; so what is read lies in the order in which it is read, from the first tile to the last, and the
+//! processor's own prefetch follows. The last tile of a matrix is filled up with zero rows. Codes and scales take the
+//! bytes that they take in the file (Q3_K and IQ4_XS a few more for unpacked scales). Packing loses nothing: any row can be
 //! decoded again, so an embedding table that is also the head is held once.
 
 use lapidary_formats::{Format, TensorView};
@@ -137,6 +138,11 @@ const fn super_len<K: Kind>() -> usize {
     K::Scaling::BLOCKS * BLOCK
 }
 
+/// Bytes of a super-block of 16 rows: scales, then codes.
+const fn super_bytes<K: Kind>() -> usize {
+    K::Scaling::BYTES + K::Scaling::BLOCKS * K::Codes::BYTES
+}
+
 /// Bytes of a matrix in tiles, if its format is packed.
 pub(crate) fn packed_bytes(format: Format, rows: usize, cols: usize) -> Option<usize> {
     Some(rows.div_ceil(LANES).saturating_mul(tile_bytes_of(format, cols)?))
@@ -156,8 +162,7 @@ fn multiply(values: &mut [f32], multiplier: f32) {
 
 /// Bytes of a tile.
 pub(super) fn tile_bytes<K: Kind>(cols: usize) -> usize {
-    let codes = cols / BLOCK * K::Codes::BYTES;
-    (codes + cols / super_len::<K>() * K::Scaling::BYTES).next_multiple_of(64)
+    (cols / super_len::<K>() * super_bytes::<K>()).next_multiple_of(64)
 }
 
 /// Packs up to 16 rows; `beside` are their scales beside the codes.
@@ -190,14 +195,13 @@ fn pack_avx2<K: Kind>(bytes: &[u8], beside: &[u8], cols: usize, out: &mut [u8]) 
 
 #[inline(always)]
 fn pack_rows<K: Kind>(bytes: &[u8], beside: &[u8], cols: usize, out: &mut [u8]) {
-    let (codes, scales) = out.split_at_mut(cols / BLOCK * K::Codes::BYTES);
     let supers = cols / super_len::<K>();
-    for (r, row) in bytes.chunks_exact(supers * K::FILE_BYTES).enumerate() {
-        let files = row.chunks_exact(K::FILE_BYTES).enumerate();
-        for (((i, file), scales), codes) in files
-            .zip(scales.chunks_exact_mut(K::Scaling::BYTES))
-            .zip(codes.chunks_exact_mut(K::Scaling::BLOCKS * K::Codes::BYTES))
-        {
+    let row_bytes = supers * K::FILE_BYTES;
+    // All rows of a super-block before the next, so that what is written lies in few cache lines.
+    for (i, packed) in out.chunks_exact_mut(super_bytes::<K>()).take(supers).enumerate() {
+        let (scales, codes) = packed.split_at_mut(K::Scaling::BYTES);
+        for (r, row) in bytes.chunks_exact(row_bytes).enumerate() {
+            let file = &row[i * K::FILE_BYTES..][..K::FILE_BYTES];
             let beside = &beside[(r * supers + i) * K::Scaling::BESIDE..][..K::Scaling::BESIDE];
             K::Scaling::put(file, beside, r, scales);
             for (j, block) in codes.chunks_exact_mut(K::Codes::BYTES).enumerate() {
@@ -208,14 +212,16 @@ fn pack_rows<K: Kind>(bytes: &[u8], beside: &[u8], cols: usize, out: &mut [u8]) 
 }
 
 fn decode_row<K: Kind>(tile: &[u8], row: usize, out: &mut [f32]) {
-    let (codes, scales) = tile.split_at(out.len() / BLOCK * K::Codes::BYTES);
-    let blocks = out.as_chunks_mut::<BLOCK>().0.iter_mut().zip(codes.chunks_exact(K::Codes::BYTES));
-    for (b, (out, codes)) in blocks.enumerate() {
-        let scales = &scales[b / K::Scaling::BLOCKS * K::Scaling::BYTES..][..K::Scaling::BYTES];
-        let words = K::Codes::get(codes, row);
-        for (half, out) in out.as_chunks_mut::<16>().0.iter_mut().enumerate() {
-            let f = K::Scaling::row(scales, row, b % K::Scaling::BLOCKS, half);
-            half_values::<K>(&words, half, f, out);
+    let supers = out.chunks_exact_mut(super_len::<K>()).zip(tile.chunks_exact(super_bytes::<K>()));
+    for (out, packed) in supers {
+        let (scales, codes) = packed.split_at(K::Scaling::BYTES);
+        let blocks = out.as_chunks_mut::<BLOCK>().0.iter_mut().zip(codes.chunks_exact(K::Codes::BYTES));
+        for (j, (out, codes)) in blocks.enumerate() {
+            let words = K::Codes::get(codes, row);
+            for (half, out) in out.as_chunks_mut::<16>().0.iter_mut().enumerate() {
+                let f = K::Scaling::row(scales, row, j, half);
+                half_values::<K>(&words, half, f, out);
+            }
         }
     }
 }

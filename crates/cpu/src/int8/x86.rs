@@ -45,7 +45,6 @@ impl Lanes for Avx512Vnni {
 
     operations! {
         fn load(p: *const u8) -> __m512i { _mm512_loadu_si512(p.cast()) }
-        fn prefetch(p: *const u8) { _mm_prefetch::<_MM_HINT_T1>(p.cast()) }
         fn save(b: __m512i, p: *mut u8) { _mm512_storeu_si512(p.cast(), b) }
         fn and(a: __m512i, mask: u8) -> __m512i { _mm512_and_si512(a, _mm512_set1_epi8(mask as i8)) }
         fn or(a: __m512i, b: __m512i) -> __m512i { _mm512_or_si512(a, b) }
@@ -114,7 +113,6 @@ impl Lanes for $level {
         fn load(p: *const u8) -> [__m256i; 2] {
             [_mm256_loadu_si256(p.cast()), _mm256_loadu_si256(p.add(32).cast())]
         }
-        fn prefetch(p: *const u8) { _mm_prefetch::<_MM_HINT_T1>(p.cast()) }
         fn save(b: [__m256i; 2], p: *mut u8) {
             _mm256_storeu_si256(p.cast(), b[0]);
             _mm256_storeu_si256(p.add(32).cast(), b[1]);

@@ -45,6 +45,12 @@ pub(crate) trait Half: Copy {
     unsafe fn load_part(p: *const Self, n: usize) -> [std::arch::x86_64::__m512i; 2];
 }
 
+// Elsewhere nothing has these products, and nobody asks for them.
+#[cfg(not(target_arch = "x86_64"))]
+impl Half for Bf16 {}
+#[cfg(not(target_arch = "x86_64"))]
+impl Half for Fp8 {}
+
 /// Scales of 128 x 128 weights.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct BlockScales<'a> {

@@ -1,7 +1,6 @@
 //! The small kernels between products.
 
 use lapidary_cuda::driver::DevPtr;
-use lapidary_cuda::kernels::ahead::Ahead;
 use lapidary_cuda::kernels::attn_decode::PageShape;
 use lapidary_cuda::kernels::producers::{
     Argmax, Branch, Finish, NormOut, Residual, Router, argmax, argmax_workspace_bytes, finish, residual,
@@ -79,7 +78,6 @@ impl Bench {
                 kv_scales: [1.0, 1.0],
                 q: self.x.ptr(),
                 q_stride: heads * head_dim,
-                ahead: Ahead::default(),
             };
             // SAFETY: as above; the cell is 0.
             stage(&format!("finish {heads} + {kv_heads} heads of {head_dim}"), &|| unsafe {

@@ -1,10 +1,9 @@
 //! Products: of few rows as they are launched and in every other shape, of chosen experts, of many rows.
 
 use lapidary_cuda::driver::{Block, DevPtr};
-use lapidary_cuda::kernels::ahead::Ahead;
 use lapidary_cuda::kernels::skinny_experts::{ExpertsDown, ExpertsUp, experts_down, experts_up};
 use lapidary_cuda::kernels::skinny_gemm::{
-    Choice, Chosen, Gate, Linear, MAX_PLANES, Output, Weights, linear, linear_as, most_rows,
+    Choice, Chosen, Gate, Linear, MAX_PLANES, Output, Weights, linear, linear_as,
 };
 use lapidary_cuda::kernels::{gemm_prefill, gemm_wide};
 use lapidary_cuda::pack::{Form, PackedShape};
@@ -81,7 +80,7 @@ impl Bench {
                 }
                 let shape = PackedShape { form, rows, cols };
                 let copies = (ROTATION / shape.bytes() + 1).clamp(2, 64).min(POOL / shape.bytes());
-                for n in [1, 4, 8, 16, 32].into_iter().filter(|&n| n <= most_rows(form)) {
+                for n in [1, 4, 8, 16] {
                     let call = |i: usize| Linear {
                         weights: Weights {
                             shape,
@@ -99,7 +98,6 @@ impl Bench {
                             Output::F32 { softcap: 0.0 }
                         },
                         most_planes,
-                        ahead: Ahead::default(),
                     };
                     let guess = shape.bytes() as f64 / 4e6 + 2.0;
                     // SAFETY: the buffers are large enough for every shape above.
@@ -126,10 +124,7 @@ impl Bench {
                 let most_planes = if gated || m == 262_144 { 1 } else { MAX_PLANES };
                 let shape = PackedShape { form, rows: m, cols: k };
                 let copies = (ROTATION / shape.bytes() + 1).clamp(2, 64).min(POOL / shape.bytes());
-                for n in [1usize, 4, 32]
-                    .into_iter()
-                    .filter(|&n| n <= most_rows(form) && listed(rows.or(Some("1,4")), &n.to_string()))
-                {
+                for n in [1usize, 4].into_iter().filter(|n| listed(rows, &n.to_string())) {
                     let output =
                         if gated { Output::Gated(Gate::GeluTanh) } else { Output::F32 { softcap: 0.0 } };
                     let time = |choice| {
@@ -146,7 +141,6 @@ impl Bench {
                             out_stride: m,
                             output,
                             most_planes,
-                            ahead: Ahead::default(),
                         };
                         let guess = shape.bytes() as f64 / 4e6 + 2.0;
                         // SAFETY: the buffers are large enough for every shape above.
@@ -261,7 +255,6 @@ impl Bench {
                             out_stride: 2816,
                             output: Output::F32 { softcap: 0.0 },
                             most_planes: MAX_PLANES,
-                            ahead: Ahead::default(),
                         };
                         experts_up(self.lab.queue(), &call, Some(&side)).unwrap();
                     });
@@ -323,7 +316,6 @@ impl Bench {
                         out_stride: rows,
                         output: out,
                         most_planes: 1,
-                        ahead: Ahead::default(),
                     };
                     let flops = 2.0 * (n * rows * cols) as f64;
                     let line = |kernel: &str, us: f64| {

@@ -34,11 +34,6 @@ __device__ __forceinline__ void bulk_load(void* dst, const void* src, uint32_t b
                : "memory");
 }
 
-// Asks for bytes (a multiple of 16) to be brought to the second-level cache.
-__device__ __forceinline__ void prefetch_l2(const void* src, uint32_t bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(src), "r"(bytes) : "memory");
-}
-
 // ---- programmatic dependent launch: let the next kernel start; wait until the kernel before has finished ----
 // Every kernel launched with the attribute waits before its first write, so whatever precedes the kernel before has ended too.
 __device__ __forceinline__ void pdl_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }

@@ -190,8 +190,9 @@ template <class F, int CW, int NS, int MS> __device__ __forceinline__ void row_b
   pdl_launch();
 
   if (warp == 8) {  // the producer: weights only, so it waits for no kernel
+    if (lane != 0) return;
     int slot = 0, parity = 1;
-    for (int u = u0; u < units && lane == 0; u += ustep) {
+    for (int u = u0; u < units; u += ustep) {
       const int first = u << lrun, n = min(run, total - first);
       for (int c = c0; c < c1; c += cps) {
         const int have = min(cps, c1 - c);
@@ -206,8 +207,6 @@ template <class F, int CW, int NS, int MS> __device__ __forceinline__ void row_b
         if (++slot == NS) { slot = 0; parity ^= 1; }
       }
     }
-    __syncwarp();
-    fetch_ahead(a.ahead, (plane * gridDim.x + blockIdx.x) * 32 + lane, gridDim.x * gridDim.y * 32);
     return;
   }
 
@@ -327,10 +326,9 @@ template <class F, int CW, int NS, int MS> __device__ __forceinline__ void row_b
   }
 }
 
-// skinny_FORM_r1 and _r2: strips of a warp; _r3: one strip, three blocks a multiprocessor. CW chunks a warp and stage, NS stages.
-#define ROW(NAME, F, CW, NS, MS, BLOCKS) \
-  extern "C" __global__ void __launch_bounds__(288, BLOCKS) NAME(const __grid_constant__ SkinnyArgs a) { row_body<F, CW, NS, MS>(a); }
+// skinny_FORM_r1 and _r2: strips of a warp; CW chunks a warp and stage, NS stages.
+#define ROW(NAME, F, CW, NS, MS) \
+  extern "C" __global__ void __launch_bounds__(288, 2) NAME(const __grid_constant__ SkinnyArgs a) { row_body<F, CW, NS, MS>(a); }
 #define ROW_FORM(FORM, F, CW1, NS1, CW2, NS2) \
-  ROW(skinny_##FORM##_r1, F, CW1, NS1, 1, 2)  \
-  ROW(skinny_##FORM##_r2, F, CW2, NS2, 2, 2)  \
-  ROW(skinny_##FORM##_r3, F, CW1, 3, 1, 3)
+  ROW(skinny_##FORM##_r1, F, CW1, NS1, 1)     \
+  ROW(skinny_##FORM##_r2, F, CW2, NS2, 2)

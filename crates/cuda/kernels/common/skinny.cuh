@@ -17,7 +17,6 @@
 // docs/performance.md. Tried and dropped: stream-K with a fix-up by the last block (4 to 12 us on small matrices), a ring a warp, cp.async in
 // place of bulk copies (31B head bf16 85 against 101 %), a block barrier for the sums, 16 consumer warps, three blocks a multiprocessor.
 #pragma once
-#include "ahead.cuh"
 #include "forms.cuh"
 #include "router.cuh"
 
@@ -42,7 +41,6 @@ struct SkinnyArgs {
   int per_group;              // units of one group
   uint32_t magic_group, magic_chunks;  // 2^32 / per_group and 2^32 / chunks rounded up, 0 for 1
   float softcap;              // OUT_F32: c tanh(sum / c), 0 for none
-  Ahead ahead;                // asked for once every copy of this product is under way
 };
 // Gate and up of chosen experts, and a plain product of the same form beside them: its weights are on their way while the ids are not known. It
 // has side_jobs = units times planes, at most as many as there are blocks; 0 for none.
@@ -161,7 +159,6 @@ __device__ __forceinline__ void skinny_body(const SkinnyArgs& a, int u0, int ust
         }
       }
     }
-    fetch_ahead(a.ahead, (plane * gridDim.x + blockIdx.x) * 32 + lane, gridDim.x * gridDim.y * 32);
     return;
   }
 

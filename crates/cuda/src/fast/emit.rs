@@ -6,12 +6,12 @@ use super::experts::{GatedVerb, RouterVerb, packed_experts};
 use super::fuse::{Residual, Step, fuse};
 use super::{Recorder, Verb};
 use crate::driver::DevPtr;
-use crate::kernels::ahead::Ahead;
 use crate::kernels::gemm_wide;
 use crate::kernels::hooks::Source;
 use crate::kernels::producers::{self, Argmax, Branch, NormOut};
 use crate::kernels::skinny_gemm::{self, Gate, Linear, MAX_PLANES, MAX_ROWS, Output, Weights};
 use crate::ops::CudaOps;
+use crate::pack::{Form, PackedShape};
 use crate::workspace::Piece;
 
 /// Runs a program by way of steps.
@@ -31,18 +31,23 @@ pub(crate) fn run(ops: &mut CudaOps<'_>, program: &(dyn Fn(&mut dyn Ops) + Sync)
     }
 }
 
-/// Rows up to which a product runs sixteen or thirty-two at a time over all weights rather than once through the kernel for many: on
-/// an H200 31B FP8 takes 12.8 ms for 16 rows that way and 60 ms for 32 the other (2026-11-30).
+/// Rows up to which narrow products and experts run sixteen at a time over all weights rather than once through a kernel for
+/// many.
 pub(super) const SKINNY_ROWS: usize = 64;
 
-fn megabytes(name: &str) -> usize {
-    std::env::var(name).ok().and_then(|v| v.parse().ok()).unwrap_or(0usize) << 20
-}
-fn tail_bytes() -> usize {
-    megabytes("LAPIDARY_TAIL_MB")
-}
-fn finish_bytes() -> usize {
-    megabytes("LAPIDARY_AHEAD_MB")
+/// Whether so many rows of a product go through the kernel for very many at once. It reads the weights once, but its tiles are so
+/// large that a narrow matrix leaves most of the chip idle; where both ways cost the same was measured on an H200
+/// (2026-11-30, docs/performance.md).
+fn goes_wide(shape: PackedShape, rows: usize) -> bool {
+    let least = match (rows, shape.form) {
+        (..=16, _) => return false,
+        (17..=32, Form::Bf16) => 16_384,
+        (17..=32, Form::Fp8) => 32_768,
+        (17..=32, _) => return false,
+        (33..=SKINNY_ROWS, _) => 8_192,
+        _ => 0,
+    };
+    shape.rows >= least
 }
 
 /// A product's sums that nobody has added up yet: float32 `[plane][rows][stride]`.
@@ -108,7 +113,7 @@ impl CudaOps<'_> {
                 if self.gates_in_product(out, x, w) {
                     self.verb(|s| s.gate_times(out, x, w, inputs, layer, f));
                 } else {
-                    self.verb(|s| s.fast_linear(gate, x, w, 1, Ahead::default()));
+                    self.verb(|s| s.fast_linear(gate, x, w, 1));
                     self.per_layer_gate(out, gate, inputs, layer, f);
                 }
             }
@@ -116,7 +121,7 @@ impl CudaOps<'_> {
                 if self.routes_fast(x, w, &spec) && packed_experts(later, routes, &self.on.mats) {
                     self.verb(|s| s.router(RouterVerb { routes, logits, x, w, spec }));
                 } else {
-                    self.verb(|s| s.fast_linear(logits, x, w, 1, Ahead::default()));
+                    self.verb(|s| s.fast_linear(logits, x, w, 1));
                     self.route(routes, logits, &spec);
                     self.routed = false;
                 }
@@ -156,15 +161,14 @@ impl CudaOps<'_> {
             Verb::RmsNorm(out, x, norm) => self.rms_norm(out, x, norm),
             Verb::Cast(out, x) => self.cast(out, x),
             Verb::Linear(out, x, w) => {
-                let (planes, ahead) = (self.planes_for(out, later), self.ahead(later, 0, tail_bytes()));
-                self.verb(|s| s.fast_linear(out, x, w, planes, ahead));
+                let planes = self.planes_for(out, later);
+                self.verb(|s| s.fast_linear(out, x, w, planes));
             }
             Verb::Gated { out, gate_up, x, w, f } => {
                 if self.gates_in_product(out, x, w) {
-                    let ahead = self.ahead(later, 0, tail_bytes());
-                    self.verb(|s| s.gated(GatedVerb { out, x, w, f }, ahead));
+                    self.verb(|s| s.gated(GatedVerb { out, x, w, f }));
                 } else {
-                    self.verb(|s| s.fast_linear(gate_up, x, w, 1, Ahead::default()));
+                    self.verb(|s| s.fast_linear(gate_up, x, w, 1));
                     self.geglu(out, gate_up, f);
                 }
             }
@@ -172,10 +176,7 @@ impl CudaOps<'_> {
             Verb::Add(x, y) => self.add(x, y),
             Verb::Scale(x, by) => self.scale(x, by),
             Verb::QkvFinish(qkv, ref spec) => match self.fast_heads(spec.head_dim) {
-                true => {
-                    let ahead = self.ahead(later, tail_bytes(), finish_bytes());
-                    self.verb(|s| s.finish_heads(qkv, spec, ahead));
-                }
+                true => self.verb(|s| s.finish_heads(qkv, spec)),
                 false => self.qkv_finish(qkv, spec),
             },
             Verb::Attention(out, qkv, ref spec) => match self.fast_heads(spec.head_dim) {
@@ -311,45 +312,6 @@ impl CudaOps<'_> {
         unsafe { Ok(producers::residual(self.on.queue(), &call)?) }
     }
 
-    /// The first `most` bytes of the weights that the products in `later` read, but for the first `skip`.
-    fn ahead(&self, later: &[Step], mut skip: usize, most: usize) -> Ahead {
-        let mut ahead = Ahead::default();
-        if self.rows > MAX_ROWS {
-            return ahead;
-        }
-        for step in later.iter().take(10) {
-            let w = match *step {
-                _ if ahead.len() >= most => break,
-                Step::Verb(Verb::Linear(_, _, w) | Verb::Gated { w, .. } | Verb::Logits(_, _, w, _)) => w,
-                Step::PerLayer(ref p) => {
-                    for w in self.per_layer_weights(p).iter().flat_map(|&(gate, w)| [gate, w]) {
-                        ahead.add(w.strips, w.shape.bytes());
-                    }
-                    continue;
-                }
-                Step::GateTimes { .. }
-                | Step::Router { .. }
-                | Step::Experts { .. }
-                | Step::GatedRouter(_)
-                | Step::LinearExperts(_) => break,
-                _ => continue,
-            };
-            let Some(weights) = self.one_run(w) else { break };
-            let (all, gated) = (weights.shape.bytes(), matches!(step, Step::Verb(Verb::Gated { .. })));
-            // Gate and up are read side by side.
-            let (parts, bytes) = if gated { (2, all / 2) } else { (1, all) };
-            let (from, room) = ((skip / parts).min(bytes) / 16 * 16, (most - ahead.len()) / parts);
-            for part in 0..parts {
-                ahead.add(weights.strips.at(part * bytes + from), (bytes - from).min(room) / 16 * 16);
-            }
-            skip = skip.saturating_sub(all);
-            if gated {
-                break;
-            }
-        }
-        ahead
-    }
-
     /// The one run of a matrix that is packed in one form.
     pub(crate) fn one_run(&self, w: Mat) -> Option<Weights> {
         match self.on.mats[w.0 as usize].packed.as_ref().map(|p| &p.runs[..]) {
@@ -369,14 +331,14 @@ impl CudaOps<'_> {
     /// # Safety
     /// As [`skinny_gemm::linear`].
     unsafe fn multiply(&mut self, call: &Linear) -> Result<()> {
-        if self.rows > SKINNY_ROWS {
+        if goes_wide(call.weights.shape, self.rows) {
             let bytes = gemm_wide::workspace_bytes(call.weights.shape, self.rows);
             let arranged = self.on.workspace.get(Piece::Arranged, &self.on.stream, bytes)?;
             // SAFETY: the caller's, and the room is what the call needs.
             return unsafe { Ok(gemm_wide::linear(self.on.queue(), call, arranged)?) };
         }
         let out_bytes = if matches!(call.output, Output::F32 { .. }) { 4 } else { 2 };
-        for (first, rows) in self.tiles_of(skinny_gemm::most_rows(call.weights.shape.form)) {
+        for (first, rows) in self.tiles() {
             let output = match call.output {
                 Output::GateTimes { gate, times, stride } => {
                     Output::GateTimes { gate, times: times.at(first * stride * 4), stride }
@@ -398,13 +360,8 @@ impl CudaOps<'_> {
 
     /// Sixteen rows at a time, as the router takes them: first row and number.
     pub(super) fn tiles(&self) -> impl Iterator<Item = (usize, usize)> + use<> {
-        self.tiles_of(MAX_ROWS)
-    }
-
-    /// So many rows at a time.
-    fn tiles_of(&self, most: usize) -> impl Iterator<Item = (usize, usize)> + use<> {
         let rows = self.rows;
-        (0..rows).step_by(most).map(move |r| (r, most.min(rows - r)))
+        (0..rows).step_by(MAX_ROWS).map(move |r| (r, MAX_ROWS.min(rows - r)))
     }
 
     /// A product of all rows.
@@ -419,11 +376,10 @@ impl CudaOps<'_> {
             out_stride: o.stride as usize,
             output: Output::F32 { softcap: 0.0 },
             most_planes: 1,
-            ahead: Ahead::default(),
         }
     }
 
-    fn fast_linear(&mut self, out: Act, x: Act, w: Mat, most_planes: usize, ahead: Ahead) -> Result<()> {
+    fn fast_linear(&mut self, out: Act, x: Act, w: Mat, most_planes: usize) -> Result<()> {
         self.left.weight_bytes += self.on.mats[w.0 as usize].bytes as u64;
         let bf16 = self.act(x).bf16 == 1;
         if self.on.mats[w.0 as usize].packed.is_none() || !bf16 {
@@ -439,7 +395,6 @@ impl CudaOps<'_> {
                     out: room.ptr,
                     out_stride: room.stride,
                     most_planes,
-                    ahead,
                     ..self.call(out, x, weights)
                 };
                 // SAFETY: widths agree, and there is room for as many planes.
@@ -452,7 +407,7 @@ impl CudaOps<'_> {
         let runs = self.on.mats[w.0 as usize].packed.as_ref().map_or(Vec::new(), |p| p.runs.clone());
         for (first_out, weights) in runs {
             let call = self.call(out, x, weights);
-            let call = Linear { out: call.out.at(first_out * 4), ahead, ..call };
+            let call = Linear { out: call.out.at(first_out * 4), ..call };
             // SAFETY: widths agree, and a run's outputs lie inside the row.
             unsafe { self.multiply(&call)? };
         }
@@ -470,8 +425,8 @@ impl CudaOps<'_> {
         Ok(Linear { output: Output::Gated(gate(f)), ..self.call(out, x, weights) })
     }
 
-    fn gated(&mut self, verb: GatedVerb, ahead: Ahead) -> Result<()> {
-        let call = Linear { ahead, ..self.gated_call(verb)? };
+    fn gated(&mut self, verb: GatedVerb) -> Result<()> {
+        let call = self.gated_call(verb)?;
         // SAFETY: widths agree.
         unsafe { self.multiply(&call) }
     }
@@ -556,4 +511,18 @@ pub(super) fn gate(f: Activation) -> Gate {
 
 pub(super) fn not_packed() -> Error {
     Error::Device("a matrix is not in the form that its product was chosen for".into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn narrow_matrices_stay_with_sixteen_rows_at_a_time() {
+        let wide = |form, outputs, rows| goes_wide(PackedShape { form, rows: outputs, cols: 5376 }, rows);
+        assert!(!wide(Form::Bf16, 262_144, 16) && wide(Form::Bf16, 16_384, 17));
+        assert!(wide(Form::Fp8, 43_008, 32) && !wide(Form::Fp8, 16_384, 32) && wide(Form::Fp8, 16_384, 33));
+        assert!(!wide(Form::Q4K, 43_008, 32) && wide(Form::Q4K, 43_008, 33) && !wide(Form::Q4K, 5_376, 64));
+        assert!(wide(Form::Q4K, 5_376, 65) && wide(Form::Bf16, 96, 65));
+    }
 }

@@ -4,7 +4,6 @@ use lapidary_ops::{Act, AttnSpec, Error, KvFormat, QkvSpec, Result, TapPoint, Va
 
 use crate::args::{Pool, Rows, kv_code};
 use crate::driver::DevPtr;
-use crate::kernels::ahead::Ahead;
 use crate::kernels::attn_decode::{self, AttnDecode, KvColumns, PageShape};
 use crate::kernels::attn_prefill;
 use crate::kernels::producers::{self, Finish};
@@ -33,7 +32,7 @@ impl CudaOps<'_> {
         Ok(self.on.workspace.get(Piece::Queries, &self.on.stream, bytes)?)
     }
 
-    pub(super) fn finish_heads(&mut self, qkv: Act, spec: &QkvSpec, ahead: Ahead) -> Result<()> {
+    pub(super) fn finish_heads(&mut self, qkv: Act, spec: &QkvSpec) -> Result<()> {
         self.bound_cache(spec)?;
         let pool = spec.kv.map(|kv| self.on.kv.pool(kv.cache));
         let (v, rope, d) = (self.act(qkv), self.act(spec.rope), spec.head_dim);
@@ -77,7 +76,6 @@ impl CudaOps<'_> {
             kv_scales: pool.map_or([1.0; 2], |p| p.scales),
             q,
             q_stride: spec.heads * d,
-            ahead,
         };
         self.query_width = spec.heads * d;
         // SAFETY: widths agree, and the uploaded cells are in the pools.

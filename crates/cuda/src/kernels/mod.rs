@@ -4,7 +4,6 @@
 //! because places are plain numbers: whoever calls it promises that they lead to what their names say, of the
 //! sizes given, until the work is done.
 
-pub mod ahead;
 pub mod attention;
 pub mod attn_decode;
 pub mod attn_prefill;

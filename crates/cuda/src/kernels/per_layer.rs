@@ -150,7 +150,7 @@ pub unsafe fn per_layer(queue: Queue<'_>, call: &PerLayer) -> Result<()> {
     if let Some(what) = refuses(gate, projection, call.rows, most as usize) {
         return refuse(what);
     }
-    if call.width != gate.cols || call.x_stride % 4 != 0 || call.y.stride % 4 != 0 {
+    if call.width != gate.cols || !call.x_stride.is_multiple_of(4) || call.y.stride % 4 != 0 {
         return refuse(format!("rows of {} every {} values", call.width, call.x_stride));
     }
     let args = PerLayerArgs {

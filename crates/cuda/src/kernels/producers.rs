@@ -3,7 +3,6 @@
 //! [`residual`] is every norm around the residual stream, [`finish`] what happens to q, k and v before attention,
 //! [`router`] the choice of experts, [`argmax`] the end of a greedy pass.
 
-use super::ahead::Ahead;
 use crate::driver::{DevPtr, Kernel};
 use crate::error::{Error, Result};
 use crate::kernels::attn_decode::PageShape;
@@ -15,8 +14,6 @@ const RESIDUAL_CLUSTER: usize = 8;
 const RESIDUAL_THREADS: usize = 256;
 /// Widest residual.
 pub const MAX_WIDTH: usize = RESIDUAL_CLUSTER * RESIDUAL_THREADS * 4;
-/// Blocks that ask for weights ahead of their use.
-const AHEAD_BLOCKS: usize = 96;
 /// Most experts of a router, and most rows of one call.
 pub const MAX_EXPERTS: usize = 128;
 /// Most rows of a [`Router`] call.
@@ -194,8 +191,6 @@ pub struct Finish {
     pub q: DevPtr,
     /// Values from row to row of `q`.
     pub q_stride: usize,
-    /// What the products after attention will read.
-    pub ahead: Ahead,
 }
 
 #[derive(Clone, Copy)]
@@ -224,7 +219,6 @@ struct FinishArgs {
     v_eps: f32,
     k_inverse: f32,
     v_inverse: f32,
-    ahead: Ahead,
 }
 
 // SAFETY: mirrors `FinishArgs` in kernels/producers_sm90.cu.
@@ -276,11 +270,9 @@ pub unsafe fn finish(queue: Queue<'_>, call: &Finish) -> Result<()> {
         v_eps: call.v_eps.unwrap_or(0.0),
         k_inverse: 1.0 / call.kv_scales[0],
         v_inverse: 1.0 / call.kv_scales[1],
-        ahead: call.ahead,
     };
-    let heads = (call.heads + 2 * kv_heads).div_ceil(4);
-    let blocks = if call.ahead.is_empty() { heads } else { heads.max(AHEAD_BLOCKS / call.rows) };
-    let shape = Shape::grid([blocks as u32, call.rows as u32, 1], 128).dependent();
+    let heads = call.heads + 2 * kv_heads;
+    let shape = Shape::grid([heads.div_ceil(4) as u32, call.rows as u32, 1], 128).dependent();
     // SAFETY: the caller's; the shape is the kernel's own.
     unsafe { queue.launch(Kernel::new(FAMILY, entry), shape, &args) }
 }

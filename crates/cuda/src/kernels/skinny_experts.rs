@@ -3,7 +3,7 @@
 
 use super::producers::{self, Router, RouterArgs};
 use super::skinny_gemm::{
-    Chosen, Gate, Linear, MAX_EXPERTS, MAX_PLANES, MAX_ROWS, Output, SkinnyArgs, Weights, arguments, check,
+    Chosen, Gate, Linear, MAX_EXPERTS, MAX_PLANES, Output, SkinnyArgs, Weights, arguments, check,
     launch, linear, linear_arguments, refuse,
 };
 use super::skinny_shape::{Choice, SHARED_OF_TWO, Variant, Work};
@@ -70,7 +70,7 @@ pub struct ExpertsUp {
 /// As [`linear`]; the ids in `chosen` are experts of the stack.
 pub unsafe fn experts_up(queue: Queue<'_>, call: &ExpertsUp, side: Option<&Linear>) -> Result<usize> {
     let shape = call.weights.shape;
-    check(shape, call.rows, MAX_ROWS, call.x_stride, true)?;
+    check(shape, call.rows, call.x_stride, true)?;
     whole_chunks(shape)?;
     let sms = queue.stream.context().info.multiprocessors as usize;
     let groups = likely_groups(call.rows, call.top_k);
@@ -126,7 +126,12 @@ impl Beside {
         let (shape, form) = (side.weights.shape, call.weights.shape.form);
         let whole = shape.cols.is_multiple_of(form.chunk_inputs());
         let plain = side.output == Output::F32 { softcap: 0.0 };
-        if shape.form != form || !whole || !plain || side.rows != call.rows || side.x_stride % 8 != 0 {
+        if shape.form != form
+            || !whole
+            || !plain
+            || side.rows != call.rows
+            || !side.x_stride.is_multiple_of(8)
+        {
             return None;
         }
         let one = Choice { planes: 1, ..experts };
@@ -156,7 +161,7 @@ impl Beside {
 /// As [`linear`] and [`producers::router`].
 pub unsafe fn gated_and_router(queue: Queue<'_>, call: &Linear, router: &Router) -> Result<()> {
     let shape = call.weights.shape;
-    check(shape, call.rows, MAX_ROWS, call.x_stride, true)?;
+    check(shape, call.rows, call.x_stride, true)?;
     let (router_args, router_blocks) = producers::router_arguments(router)?;
     let sms = queue.stream.context().info.multiprocessors as usize;
     let work = Work { shape, rows: call.rows, gated: true, most_planes: 1, sms, groups: 1, scaled: false };
@@ -212,7 +217,7 @@ pub struct ExpertsDown {
 /// As [`experts_up`].
 pub unsafe fn experts_down(queue: Queue<'_>, call: &ExpertsDown) -> Result<usize> {
     let shape = call.weights.shape;
-    check(shape, call.rows, MAX_ROWS, call.hidden_stride, false)?;
+    check(shape, call.rows, call.hidden_stride, false)?;
     whole_chunks(shape)?;
     let sms = queue.stream.context().info.multiprocessors as usize;
     let groups = likely_groups(call.rows, call.top_k);

@@ -1,11 +1,10 @@
-//! Products with packed weights for 1 to 16 rows, of some forms to 32: `kernels/skinny_FORM_sm90.cu`.
+//! Products with packed weights for 1 to 16 rows: `kernels/skinny_FORM_sm90.cu`.
 //!
 //! One kernel serves a plain product, a gated pair of matrices, a product whose result is a gate for something else, and
 //! chosen experts. [`Choice::of`] decides strips a warp, where x is kept and how k is cut into planes.
 
-use super::ahead::Ahead;
+pub use super::skinny_shape::Choice;
 use super::skinny_shape::Variant;
-pub use super::skinny_shape::{Choice, most_rows};
 use crate::driver::DevPtr;
 use crate::error::{Error, Result};
 use crate::launch::{Args, Queue, Shape};
@@ -70,9 +69,9 @@ pub struct Linear {
     pub x: DevPtr,
     /// Values from row to row of `x`, a multiple of 8.
     pub x_stride: usize,
-    /// Rows, from 1 to [`most_rows`].
+    /// Rows, 1 to 16.
     pub rows: usize,
-    /// `[planes][rows][out_stride]`; beyond 16 rows there is one plane.
+    /// `[planes][rows][out_stride]`.
     pub out: DevPtr,
     /// Values from row to row of `out`.
     pub out_stride: usize,
@@ -80,8 +79,6 @@ pub struct Linear {
     pub output: Output,
     /// Planes that `out` has room for.
     pub most_planes: usize,
-    /// What the products after this one will read.
-    pub ahead: Ahead,
 }
 
 /// The experts that a router chose, on the device.
@@ -122,7 +119,6 @@ pub(super) struct SkinnyArgs {
     pub magic_group: u32,
     pub magic_chunks: u32,
     pub softcap: f32,
-    pub ahead: Ahead,
 }
 
 // SAFETY: mirrors `SkinnyArgs` in kernels/common/skinny.cuh.
@@ -135,7 +131,7 @@ pub(super) fn refuse(what: String) -> Error {
 /// Queues a product. Returns how many planes of sums were written.
 ///
 /// # Errors
-/// `Shape` for rows beyond [`most_rows`], a stride of x that is no multiple of 8, a gated matrix whose halves are no whole strips,
+/// `Shape` for rows beyond 16, a stride of x that is no multiple of 8, a gated matrix whose halves are no whole strips,
 /// inputs that are neither whole chunks nor small enough for shared memory.
 ///
 /// # Safety
@@ -143,10 +139,10 @@ pub(super) fn refuse(what: String) -> Error {
 pub unsafe fn linear(queue: Queue<'_>, call: &Linear) -> Result<usize> {
     let shape = call.weights.shape;
     let gated = matches!(call.output, Output::Gated(_));
-    check(shape, call.rows, most_rows(shape.form), call.x_stride, gated)?;
+    check(shape, call.rows, call.x_stride, gated)?;
     let sms = queue.stream.context().info.multiprocessors as usize;
     let most_planes = match call.output {
-        Output::F32 { softcap: 0.0 } if call.rows <= MAX_ROWS => call.most_planes,
+        Output::F32 { softcap: 0.0 } => call.most_planes,
         _ => 1,
     };
     let choice = Choice::of(shape, call.rows, gated, most_planes, sms);
@@ -179,7 +175,6 @@ pub(super) fn linear_arguments(call: &Linear, choice: Choice) -> SkinnyArgs {
     args.ldx = call.x_stride as i32;
     args.out = call.out;
     args.ldo = call.out_stride as i32;
-    args.ahead = call.ahead;
     match call.output {
         Output::F32 { softcap } => args.softcap = softcap,
         Output::Bf16 => args.epilogue = 1,
@@ -202,15 +197,9 @@ pub fn planes(shape: PackedShape, rows: usize, most_planes: usize, multiprocesso
     Choice::of(shape, rows, false, most_planes, multiprocessors).planes
 }
 
-pub(super) fn check(
-    shape: PackedShape,
-    rows: usize,
-    most: usize,
-    x_stride: usize,
-    gated: bool,
-) -> Result<()> {
-    if rows == 0 || rows > most {
-        return Err(refuse(format!("{rows} rows, it takes 1 to {most}")));
+pub(super) fn check(shape: PackedShape, rows: usize, x_stride: usize, gated: bool) -> Result<()> {
+    if rows == 0 || rows > MAX_ROWS {
+        return Err(refuse(format!("{rows} rows, it takes 1 to {MAX_ROWS}")));
     }
     if !x_stride.is_multiple_of(8) || !shape.cols.is_multiple_of(8) {
         return Err(refuse(format!(
@@ -258,7 +247,6 @@ pub(super) fn arguments(weights: &Weights, rows: usize, choice: Choice, gated: b
         magic_group: reciprocal(per_group),
         magic_chunks: reciprocal(shape.chunks()),
         softcap: 0.0,
-        ahead: Ahead::default(),
     }
 }
 

@@ -44,8 +44,6 @@ pub(super) enum Variant {
     Row,
     /// Two strips a warp.
     RowTwo,
-    /// Three blocks a multiprocessor.
-    RowThree,
 }
 
 impl Variant {
@@ -61,14 +59,8 @@ impl Variant {
         match self {
             Variant::Row => Some(0),
             Variant::RowTwo => Some(1),
-            Variant::RowThree => Some(2),
             _ => None,
         }
-    }
-
-    /// Blocks of a multiprocessor.
-    fn blocks(self) -> usize {
-        if self == Variant::RowThree { 3 } else { 2 }
     }
 
     /// What a single row runs on where its form has a kernel for it.
@@ -81,13 +73,13 @@ impl Variant {
     }
 }
 
-/// Chunks a warp and stage, and stages, of the kernels for one row: those with one strip a warp, with
-/// two, and with three blocks a multiprocessor.
-const fn row_ring(form: Form) -> Option<[(usize, usize); 3]> {
+/// Chunks a warp and stage, and stages, of the kernels for one row: those with one strip a warp, then those
+/// with two.
+const fn row_ring(form: Form) -> Option<[(usize, usize); 2]> {
     match form {
-        Form::Nvfp4 => Some([(4, 4), (4, 2), (4, 3)]),
-        Form::Int4 | Form::Int4Bf16 | Form::Int4Min => Some([(4, 4), (4, 2), (4, 3)]),
-        Form::Q4K => Some([(1, 4), (1, 2), (1, 3)]),
+        Form::Nvfp4 => Some([(4, 4), (4, 2)]),
+        Form::Int4 | Form::Int4Bf16 | Form::Int4Min => Some([(4, 4), (4, 2)]),
+        Form::Q4K => Some([(1, 4), (1, 2)]),
         _ => None,
     }
 }
@@ -104,14 +96,6 @@ const fn ring(form: Form, two: bool) -> Option<(usize, usize)> {
         (Form::Fp8 | Form::Fp8Block | Form::Int8 | Form::Int8Min, true) => Some((1, 4)),
         (Form::Nvfp4 | Form::Int4 | Form::Int4Bf16 | Form::Int4Min, true) => Some((2, 4)),
         (Form::Q5K | Form::Sub16, true) => None,
-    }
-}
-
-/// Most rows of one launch of a plain product.
-pub fn most_rows(form: Form) -> usize {
-    match form {
-        Form::Bf16 | Form::Fp8 | Form::Fp8Block | Form::Nvfp4 => 32,
-        _ => 16,
     }
 }
 
@@ -133,39 +117,48 @@ const LARGE_BYTES: usize = 32 << 20;
 pub(super) const SHARED_OF_TWO: usize = 113 << 10;
 
 /// What the sweep over Gemma's matrices found best (`cargo bench ... sweep`, one H200, 2026-11-30): outputs, inputs, gated,
-/// then for bf16, FP8, NVFP4, four-bit integers, Q4_K and Sub16 the shape for 1 row and for 2 to 7: where x is kept and strips a
-/// warp (G global, T global and two, S shared, D shared and two; of the forms with kernels for one row only one strip or two count, or
-/// R three blocks a multiprocessor), log2 of the groups of strips, planes.
+/// then for bf16, FP8, NVFP4, four-bit integers, Q4_K and Sub16 the shape for 1 row and for 2 to 7: where x is kept and strips
+/// a warp (G global, T global and two, S shared, D shared and two; in the kernels for one row S and G are one strip, D and T
+/// two), log2 of the groups of strips, planes. `---` leaves the choice to the model of time.
 #[rustfmt::skip]
 static MEASURED: &[(usize, usize, bool, &str)] = &[
-    (16384, 5376, false, "G11 T11 D01 T01 D11 T11 S21 T11 S21 G01 S21 G21"), // 31B qkv
-    (5376, 8192, false, "S13 S03 S02 S13 D02 T13 D03 T13 D03 G23 S02 G02"), // 31B o
+    (16384, 5376, false, "G11 T11 D01 T01 S21 T11 S21 T11 S21 G01 S21 G21"), // 31B qkv
+    (5376, 8192, false, "S13 S03 S02 S13 D03 T13 D03 T13 D03 G23 S02 G02"), // 31B o
     (43008, 5376, true, "G11 T11 S11 T01 D01 T01 D01 T01 S11 G11 G11 G11"), // 31B gate+up
     (5376, 21504, false, "G13 T03 T03 T03 D13 T13 S13 T03 D03 G13 S13 G13"), // 31B down
-    (18432, 5376, false, "--- --- S02 --- D01 --- S11 --- D01 --- --- ---"), // 31B full qkv
-    (5376, 16384, false, "--- --- S03 --- D13 --- S23 --- D13 --- --- ---"), // 31B full o
-    (262144, 5376, false, "--- --- S11 --- D01 --- D01 --- D01 --- --- ---"), // 31B head
-    (8192, 3840, false, "--- --- T01 --- D12 --- S22 --- S22 --- --- ---"), // 12B qkv
-    (8704, 3840, false, "--- --- S01 --- D01 --- D13 --- S23 --- --- ---"), // 12B full qkv
-    (3840, 4096, false, "--- --- T02 --- D02 --- D02 --- D02 --- --- ---"), // 12B o
-    (3840, 8192, false, "--- --- S12 --- D02 --- D13 --- D02 --- --- ---"), // 12B full o
-    (30720, 3840, true, "--- --- S21 --- D01 --- D11 --- D01 --- --- ---"), // 12B gate+up
-    (3840, 15360, false, "--- --- S03 --- D02 --- S12 --- D02 --- --- ---"), // 12B down
-    (262144, 3840, false, "--- --- S11 --- D01 --- D01 --- D01 --- --- ---"), // 12B head
-    (8192, 2816, false, "S01 G13 D12 T01 D12 T12 S22 T01 S22 G11 S12 S12"), // 26B qkv
+    (18432, 5376, false, "--- --- S02 --- D03 --- S11 --- D01 --- --- ---"), // 31B full qkv
+    (5376, 16384, false, "--- --- S03 --- S23 --- S23 --- S23 --- --- ---"), // 31B full o
+    (262144, 5376, false, "--- --- S11 --- D01 --- D01 --- S11 --- --- ---"), // 31B head
+    (8192, 3840, false, "S11 --- T01 --- D12 --- S22 --- S22 --- S01 ---"), // 12B qkv
+    (8704, 3840, false, "S23 --- S01 --- D13 --- D13 --- D13 --- S01 ---"), // 12B full qkv
+    (3840, 4096, false, "S02 --- T02 --- D02 --- D02 --- D02 --- G12 ---"), // 12B o
+    (3840, 8192, false, "S01 --- S12 --- D02 --- D13 --- D02 --- G02 ---"), // 12B full o
+    (30720, 3840, true, "D01 --- S21 --- D01 --- D11 --- D01 --- G11 ---"), // 12B gate+up
+    (3840, 15360, false, "G03 --- S03 --- D02 --- D02 --- D02 --- S03 ---"), // 12B down
+    (262144, 3840, false, "S01 --- S11 --- D01 --- D01 --- D01 --- G01 ---"), // 12B head
+    (8192, 2816, false, "S01 G13 D12 T01 S22 T12 S22 T01 S22 G11 S12 S12"), // 26B qkv
     (2816, 4096, false, "T03 T03 T13 T13 D13 T13 D13 T13 D01 G12 G12 G13"), // 26B o
     (4224, 2816, true, "S11 S11 S11 T01 D01 T01 D01 T01 D01 G11 G11 G11"), // 26B gate+up
     (2816, 2112, false, "S12 T02 T13 T13 D13 T13 D13 T13 --- --- --- ---"), // 26B down
-    (3072, 2560, false, "--- --- T02 --- D02 --- D02 --- D02 --- --- ---"), // E4B qkv
-    (20480, 2560, true, "--- --- S11 --- D11 --- S21 --- S21 --- --- ---"), // E4B gate+up
-    (2560, 10240, false, "--- --- T03 --- D03 --- S12 --- S13 --- --- ---"), // E4B down
-    (2560, 1536, false, "T13 T02 G13 G12 D03 G12 D01 G12 S11 G12 G13 G12"), // E2B qkv
+    (3072, 2560, false, "S12 --- T02 --- D02 --- D02 --- D02 --- G12 ---"), // E4B qkv
+    (20480, 2560, true, "S11 --- S11 --- S21 --- S21 --- S21 --- G11 ---"), // E4B gate+up
+    (2560, 10240, false, "G03 --- T03 --- D03 --- S12 --- S13 --- G13 ---"), // E4B down
+    (6144, 2560, false, "G12 --- T01 --- S11 --- D01 --- S11 --- G11 ---"), // E4B full qkv
+    (2048, 2560, false, "S12 --- G13 --- S02 --- S13 --- S02 --- G13 ---"), // E4B q
+    (4096, 2560, false, "T03 --- T13 --- D13 --- D13 --- D13 --- G23 ---"), // E4B full q
+    (2560, 2048, false, "D02 --- G12 --- D03 --- S12 --- D03 --- G12 ---"), // E4B o
+    (2560, 4096, false, "T03 --- T03 --- D02 --- D02 --- D02 --- G13 ---"), // E4B full o
+    (2560, 1536, false, "T13 T02 G13 G12 D03 G12 D03 G12 S11 G12 G13 G12"), // E2B qkv
     (1536, 2048, false, "T02 T02 G02 G02 S02 G02 S02 G02 S02 G13 G02 G02"), // E2B o
     (12288, 1536, true, "S11 S11 T11 T11 D11 T11 S21 T11 S21 G21 G21 G21"), // E2B gate+up
     (1536, 6144, false, "S02 T03 G02 T03 D03 G02 D03 G02 D03 G02 G02 G02"), // E2B down
-    (24576, 1536, true, "S11 S11 S11 S11 D11 T11 S21 T21 S21 G31 S11 S11"), // E2B gate+up wide
-    (1536, 12288, false, "S02 G02 S02 G02 S02 G02 S02 G02 S02 G02 G02 G02"), // E2B down wide
+    (24576, 1536, true, "S11 S11 S11 S11 S21 T11 S21 T21 S21 G31 S11 S11"), // E2B gate+up wide
+    (1536, 12288, false, "S02 G02 S02 G02 S02 G02 D03 G02 S02 G02 G02 G02"), // E2B down wide
     (262144, 1536, false, "S11 S11 S11 S11 D11 D11 D11 D11 D21 S21 S11 S11"), // E2B head
+    (5120, 1536, false, "T13 --- T01 --- D13 --- D01 --- D13 --- G11 ---"), // E2B full qkv
+    (2048, 1536, false, "T13 --- G13 --- S13 --- S13 --- S13 --- G13 ---"), // E2B q
+    (4096, 1536, false, "T13 --- T13 --- S01 --- S01 --- D02 --- G12 ---"), // E2B full q
+    (1536, 4096, false, "S02 --- G02 --- S02 --- S02 --- S02 --- G02 ---"), // E2B full o
 ];
 
 /// The measured shape of a product, if there is one that may be used.
@@ -190,7 +183,6 @@ fn measured(work: Work) -> Option<Choice> {
         b'T' => Variant::GlobalTwo,
         b'S' => Variant::Shared,
         b'D' => Variant::SharedTwo,
-        b'R' => Variant::RowThree,
         _ => return None,
     };
     let variant = if one_row { variant.for_one_row() } else { variant };
@@ -232,7 +224,7 @@ impl Choice {
             return work.balance(Variant::Shared);
         }
         let variant = match rows {
-            _ if !two || rows > 16 => Variant::Global,
+            _ if !two => Variant::Global,
             1 if shape.bytes() >= LARGE_BYTES && four_bits => Variant::SharedTwo,
             1 if shape.bytes() >= LARGE_BYTES => Variant::Shared,
             _ if form == Form::Q4K || rows > 8 && integer => Variant::Global,
@@ -255,7 +247,6 @@ impl Choice {
             Variant::Routed | Variant::RoutedShared => 'R',
             Variant::Shared | Variant::Row => 'S',
             Variant::SharedTwo | Variant::RowTwo => 'D',
-            Variant::RowThree => 'R',
             Variant::Up | Variant::UpShared => 'U',
             Variant::Down => 'X',
         };
@@ -279,16 +270,14 @@ impl Choice {
         let work = Work { shape, rows, gated, most_planes, sms: multiprocessors, groups: 1, scaled: false };
         let one_row = rows == 1 && row_ring(shape.form).is_some();
         let variants: &[Variant] = match one_row {
-            true => &[Variant::Row, Variant::RowTwo, Variant::RowThree],
+            true => &[Variant::Row, Variant::RowTwo],
             false => &[Variant::Global, Variant::GlobalTwo, Variant::Shared, Variant::SharedTwo],
         };
         variants
             .iter()
             .copied()
             .filter(|v| {
-                (two || v.strips() == 1)
-                    && (rows <= 8 || matches!(v, Variant::Global | Variant::GlobalTwo))
-                    && (rows <= 16 || *v == Variant::Global)
+                (two || v.strips() == 1) && (rows <= 8 || matches!(v, Variant::Global | Variant::GlobalTwo))
             })
             .flat_map(|v| work.candidates(v))
             .map(|(choice, _)| choice)
@@ -300,7 +289,6 @@ impl Choice {
         let entries = ENTRIES.iter().find(|e| e.form == form).expect("every form has its kernels");
         let n2 = self.tiles > 1;
         let entry = match self.variant {
-            Variant::Global if self.tiles > 2 => entries.wide,
             Variant::Global => entries.global[usize::from(n2)],
             Variant::GlobalTwo => entries.global_two[usize::from(n2)],
             Variant::Shared => entries.shared,
@@ -312,14 +300,13 @@ impl Choice {
             Variant::Down => entries.down[usize::from(n2)],
             Variant::Row => entries.row[0],
             Variant::RowTwo => entries.row[1],
-            Variant::RowThree => entries.row[2],
         };
         Kernel::new(entries.family, entry)
     }
 
     /// Whether its blocks fit a multiprocessor together.
     fn fits(&self, shape: PackedShape, rows: usize) -> bool {
-        self.shared(shape, rows) * self.variant.blocks() <= 2 * SHARED_OF_TWO
+        self.shared(shape, rows) <= SHARED_OF_TWO
     }
 
     /// Shared memory of a block.
@@ -389,7 +376,7 @@ impl Work {
                 if planes > 1 && chunks * pieces / planes < 4 {
                     continue;
                 }
-                let blocks = units.min(variant.blocks() * sms / planes);
+                let blocks = units.min(2 * sms / planes);
                 let (cut, rounds) = (chunks.div_ceil(planes), units.div_ceil(blocks));
                 let bytes = (units * planes).div_ceil(sms) * unit * cut * shape.form.chunk_bytes();
                 let memory = bytes as f64 / 33.0;
@@ -398,14 +385,8 @@ impl Work {
                 let sums = (unit * 16 * rows).div_ceil(32 * rows.min(8)) as f64 * 60.0;
                 let warps = rounds as f64 * (steps as f64 * chunk_ns(shape.form) + 290.0 + sums);
                 let time = memory.max(warps) + 0.25 * memory.min(warps) + 60.0 * planes as f64;
-                let choice = Choice {
-                    variant,
-                    tiles: if rows > 16 { 4 } else { rows.div_ceil(8) },
-                    lwm,
-                    planes,
-                    blocks,
-                    scaled: self.scaled,
-                };
+                let choice =
+                    Choice { variant, tiles: rows.div_ceil(8), lwm, planes, blocks, scaled: self.scaled };
                 list.push((choice, time));
             }
         }
@@ -425,10 +406,8 @@ struct Entries {
     up: [&'static str; 2],
     up_shared: &'static str,
     down: [&'static str; 2],
-    /// 17 to 32 rows, for the forms that [`most_rows`] says so of.
-    wide: &'static str,
     /// There for the forms that [`row_ring`] names.
-    row: [&'static str; 3],
+    row: [&'static str; 2],
 }
 
 macro_rules! entries {
@@ -448,11 +427,9 @@ macro_rules! entries {
             up: [concat!("skinny_", $name, "_n1_up"), concat!("skinny_", $name, "_n2_up")],
             up_shared: concat!("skinny_", $name, "_n1_ups"),
             down: [concat!("skinny_", $name, "_n1_down"), concat!("skinny_", $name, "_n2_down")],
-            wide: concat!("skinny_", $name, "_n4_g1"),
             row: [
                 concat!("skinny_", $name, "_r1"),
                 concat!("skinny_", $name, "_r2"),
-                concat!("skinny_", $name, "_r3"),
             ],
         }),*]
     };

@@ -1,6 +1,5 @@
 //! Products of many rows and grouped experts, against float64; bounds as in `skinny_gemm`.
 
-use lapidary_cuda::kernels::ahead::Ahead;
 use lapidary_cuda::kernels::gemm_prefill::{
     Combine, Grouped, Lists, combine_pairs, grouped_down, grouped_up, linear, sort_pairs,
 };
@@ -52,7 +51,6 @@ fn products_by(lab: &Lab, format: Format, scaling: Scaling, size: (usize, usize,
         out_stride,
         output: Output::F32 { softcap: 0.0 },
         most_planes: 1,
-        ahead: Ahead::default(),
     };
     lab.twice(&out, || run(&call));
     let found = lab.read_f32(&out, rows * out_stride);

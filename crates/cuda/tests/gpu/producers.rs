@@ -1,7 +1,6 @@
 //! Norms, head norms with rotation and KV write, router and arg max, against float64.
 
 use lapidary_cuda::driver::DevPtr;
-use lapidary_cuda::kernels::ahead::Ahead;
 use lapidary_cuda::kernels::attn_decode::PageShape;
 use lapidary_cuda::kernels::producers::{
     Argmax, Branch, Finish, NormOut, Residual, Router, argmax, argmax_workspace_bytes, finish, residual,
@@ -152,12 +151,6 @@ fn heads_are_normed_rotated_and_written() {
             let (gq, gk, device_rope, device_cells) =
                 (lab.f32(&q_gain), lab.f32(&k_gain), lab.f32(&rope), lab.i32(&cells));
             let device_qkv = lab.f32(&qkv);
-            // Fetching ahead changes nothing, whatever is asked for.
-            let mut ahead = Ahead::default();
-            if fp8 || rows == 1 {
-                ahead.add(device_rope.ptr(), 16);
-                ahead.add(device_qkv.ptr(), device_qkv.len() / 16 * 16);
-            }
             let scales = if fp8 { [0.01, 0.02] } else { [1.0, 1.0] };
             let call = Finish {
                 qkv: device_qkv.ptr(),
@@ -181,7 +174,6 @@ fn heads_are_normed_rotated_and_written() {
                 kv_scales: scales,
                 q: device_q.ptr(),
                 q_stride,
-                ahead,
             };
             // SAFETY: the buffers are as large as the call says.
             unsafe { finish(lab.queue(), &call).unwrap() };

@@ -2,7 +2,6 @@
 //! `skinny_gemm.rs`.
 
 use lapidary_cuda::driver::Block;
-use lapidary_cuda::kernels::ahead::Ahead;
 use lapidary_cuda::kernels::producers::{Router, router};
 use lapidary_cuda::kernels::skinny_experts::{
     ExpertsDown, ExpertsUp, experts_down, experts_up, gated_and_router,
@@ -91,7 +90,6 @@ impl Side {
             out_stride: m + 4,
             output: Output::F32 { softcap: 0.0 },
             most_planes,
-            ahead: Ahead::default(),
         }
     }
 
@@ -150,6 +148,7 @@ fn check_experts(lab: &Lab, format: Format, scaling: Scaling, sizes: Sizes, rows
         for most_planes in [1, MAX_PLANES] {
             let side = Side::new(lab, form, scale, side_shape, rows);
             let mut planes = 0;
+            // SAFETY: the buffers are as large as the calls say.
             let both = lab.twice(&inner, || unsafe {
                 lab.poison(&side.out);
                 planes = experts_up(lab.queue(), &call_up, Some(&side.call(side_shape, rows, most_planes)))
@@ -272,7 +271,6 @@ fn the_router_beside_a_product_changes_neither() {
                 out_stride: width,
                 output: Output::Gated(Gate::GeluTanh),
                 most_planes: 1,
-                ahead: Ahead::default(),
             };
             let (w, own, scale) =
                 (random(experts * inputs, 31), random(rows * inputs, 32), random(experts, 33));
@@ -297,9 +295,11 @@ fn the_router_beside_a_product_changes_neither() {
             };
             // SAFETY: the buffers are as large as the calls say.
             let routed = lab.twice(&all, || unsafe { router(lab.queue(), &beside).unwrap() });
+            // SAFETY: the buffers are as large as the calls say.
             let alone = lab.twice(&out, || unsafe {
                 linear(lab.queue(), &call).unwrap();
             });
+            // SAFETY: the buffers are as large as the calls say.
             let together = lab.twice(&all, || unsafe {
                 lab.poison(&out);
                 gated_and_router(lab.queue(), &call, &beside).unwrap();

@@ -7,9 +7,7 @@
 //! together they stay below 2e-5, or for codes stored with an offset that much of the larger sums.
 
 use half::bf16;
-use lapidary_cuda::kernels::ahead::Ahead;
-use lapidary_cuda::kernels::skinny_gemm::{Gate, Linear, MAX_PLANES, Output, linear, most_rows};
-use lapidary_cuda::pack::Form;
+use lapidary_cuda::kernels::skinny_gemm::{Gate, Linear, MAX_PLANES, Output, linear};
 use lapidary_formats::{Format, Scaling};
 
 use crate::lab::{Judge, Lab, Packed, decode, dot, matrix, random, random_bf16};
@@ -81,7 +79,6 @@ fn plain(lab: &Lab, format: Format, scaling: Scaling, m: usize, k: usize, rows: 
         out_stride,
         output,
         most_planes,
-        ahead: Ahead::default(),
     };
     for most_planes in [1, MAX_PLANES] {
         let out = lab.poisoned(MAX_PLANES * rows * out_stride * 4);
@@ -143,12 +140,6 @@ fn every_form_at_odd_sizes() {
         for rows in [9, 13, 16] {
             plain(lab, format, scaling, 336, 5 * 256, rows);
         }
-        if most_rows(Form::of(&matrix(format, scaling, 16, 256, 1).view("w"))) > 16 {
-            for rows in [17, 29, 32] {
-                plain(lab, format, scaling, 336, 5 * 256, rows);
-            }
-            plain(lab, format, scaling, 157, 3 * 256, 21);
-        }
         if format.block_len() <= 32 {
             // Not whole chunks of 64.
             plain(lab, format, scaling, 45, 32 * 9, 4);
@@ -186,10 +177,6 @@ fn gate_and_up_are_multiplied_where_they_meet() {
             (112, 1280, 11, Gate::GeluTanh),
             (80, 768, 27, Gate::GeluTanh),
         ] {
-            let form = Form::of(&matrix(format, scaling, 16, 256, 1).view("w"));
-            if rows > most_rows(form) {
-                continue;
-            }
             let what = format!("{format} {scaling:?} 2 x {width} x {k}, {rows} rows");
             let encoded = matrix(format, scaling, 2 * width, k, 11);
             let view = encoded.view("w");
@@ -207,7 +194,6 @@ fn gate_and_up_are_multiplied_where_they_meet() {
                 out_stride: width,
                 output: Output::Gated(gate),
                 most_planes: 1,
-                ahead: Ahead::default(),
             };
             // SAFETY: the buffers are as large as the call says.
             lab.twice(&out, || unsafe {
@@ -280,7 +266,6 @@ fn what_a_product_does_not_take_is_refused_by_name() {
         out_stride: 40,
         output: Output::Bf16,
         most_planes: 1,
-        ahead: Ahead::default(),
     };
     let bad = [
         (Linear { rows: 17, ..good }, "17 rows"),

@@ -48,7 +48,7 @@ impl Scheduler {
                 let time = left.min(self.options.max_stall / every as u32);
                 // The caller has things to do between two steps.
                 let bound = self.pace.rows_surely_within(time * 7 / 8);
-                let alone = self.pace.time_of(served);
+                let alone = self.pace.streams_alone(served);
                 let even = self.pace.rows_within((alone * self.options.max_slowdown).max(UNSEEN));
                 let fits = bound.min(even).saturating_sub(served);
                 fits.max(self.options.min_prompt_rows).min(room.rows)

@@ -15,6 +15,8 @@ use std::time::Duration;
 const MEMORY: f64 = 0.95;
 /// The same for the margin.
 const MARGIN_MEMORY: f64 = 0.9;
+/// What a step of streams alone counts for beside those before it.
+const STREAMS_MEMORY: f64 = 0.8;
 /// Rows that are tried when no step was seen.
 const FIRST_ROWS: usize = 32;
 
@@ -24,11 +26,13 @@ pub(super) struct Pace {
     sums: [f64; 5],
     margin: f64,
     longest: usize,
+    /// Rows and seconds of recent steps of streams alone.
+    streams: Option<(f64, f64)>,
 }
 
 impl Default for Pace {
     fn default() -> Pace {
-        Pace { sums: [0.0; 5], margin: 1.0, longest: FIRST_ROWS / 2 }
+        Pace { sums: [0.0; 5], margin: 1.0, longest: FIRST_ROWS / 2, streams: None }
     }
 }
 
@@ -48,6 +52,21 @@ impl Pace {
             *sum = *sum * MEMORY + value;
         }
         self.longest = self.longest.max(rows);
+    }
+
+    /// That step had rows of streams alone. Each of these has logits, which other rows have not, so the line through all
+    /// steps says little about them.
+    pub fn observe_streams(&mut self, rows: usize, time: Duration) {
+        let (x, y) = (rows as f64, time.as_secs_f64());
+        let mean = |old: f64, new: f64| old * STREAMS_MEMORY + new * (1.0 - STREAMS_MEMORY);
+        self.streams = Some(self.streams.map_or((x, y), |(rows, time)| (mean(rows, x), mean(time, y))));
+    }
+
+    /// Time that a step of `rows` streams takes alone, as far as is known.
+    pub fn streams_alone(&self, rows: usize) -> Duration {
+        let Some((seen, time)) = self.streams else { return self.time_of(rows) };
+        let slope = self.line().map_or(0.0, |(_, slope)| slope);
+        Duration::from_secs_f64((time + slope * (rows as f64 - seen)).max(time / 2.0))
     }
 
     /// Rows of a batch that is done within `time`, even if it goes slowly.

@@ -96,7 +96,7 @@ impl Default for ServiceOptions {
             running: 64,
             waiting: 256,
             max_stall: Duration::from_millis(200),
-            max_slowdown: 4,
+            max_slowdown: 3,
             vectors: None,
             inline_vectors: false,
             max_capture_bytes: 8 << 20,

@@ -232,7 +232,7 @@ fn decode(
     if let Hook::Capture(layer) = hook {
         stepper.set_capture(&[TapPoint::LayerOut(layer)]);
     }
-    let mut run = |stepper: &mut Stepper, fed: &[u32], steps: usize| {
+    let run = |stepper: &mut Stepper, fed: &[u32], steps: usize| {
         let (mut seconds, mut clock, mut last) = (Vec::with_capacity(steps), Instant::now(), fed.to_vec());
         let (runs, length) = if hook == Hook::Single { (steps, 1) } else { (1, steps) };
         for _ in 0..runs {

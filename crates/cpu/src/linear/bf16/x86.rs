@@ -1,5 +1,10 @@
 //! The kernels: AVX-512 BF16, with VBMI for FP8.
 
+#![allow(
+    clippy::needless_range_loop,
+    reason = "one index runs over several arrays whose lengths are constants"
+)]
+
 use std::arch::x86_64::*;
 
 use super::{Ahead, Bf16, BlockScales, Fp8, Half, MAGNITUDES, RowsView, SCALED, STEP};
@@ -363,11 +368,14 @@ unsafe fn step<W: Half, const M: usize, const N: usize>(
         let mut w = [[_mm512_setzero_si512(); 2]; N];
         for c in 0..N {
             w[c] = W::load(b[c].add(e));
-            if ahead != 0 {
-                for line in (0..size_of::<W>() * STEP).step_by(64) {
-                    let p = b[c].add(e).cast::<i8>().wrapping_offset(ahead + line as isize);
-                    _mm_prefetch::<_MM_HINT_T1>(p);
-                }
+        }
+        if ahead != 0 {
+            // The block's rows follow each other in memory; asked for line by line in that order, whatever the order in
+            // which they are read, they are found by the processor's own prefetch too.
+            let bytes = N * STEP * size_of::<W>();
+            let first = b[0].cast::<i8>().wrapping_offset(ahead + (e / STEP * bytes) as isize);
+            for line in (0..bytes).step_by(64) {
+                _mm_prefetch::<_MM_HINT_T0>(first.wrapping_add(line));
             }
         }
         products(a, &w, e, acc);
