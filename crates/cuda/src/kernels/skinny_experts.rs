@@ -3,8 +3,8 @@
 
 use super::producers::{self, Router, RouterArgs};
 use super::skinny_gemm::{
-    Chosen, Gate, Linear, MAX_EXPERTS, MAX_PLANES, Output, SkinnyArgs, Weights, arguments, check,
-    launch, linear, linear_arguments, refuse,
+    Chosen, Gate, Linear, MAX_EXPERTS, MAX_PLANES, Output, SkinnyArgs, Weights, arguments, check, launch,
+    linear, linear_arguments, refuse,
 };
 use super::skinny_shape::{Choice, SHARED_OF_TWO, Variant, Work};
 use crate::driver::DevPtr;
