@@ -90,8 +90,8 @@ fn a_plan_equals_the_allocation() {
             let buffers = plan.activation_bytes() - plan.experts_bytes;
             assert_eq!(buffers, held.activations as u64, "{}", what("activations"));
             // A pass takes what experts keep, and for each worker a decoded page of keys and values with the sums of
-            // a few rows: a fixed 80 KiB at these widths, which is nothing beside a model but not beside these.
-            let scratch = 2 * (80 << 10);
+            // a few rows (80 KiB at these widths) and their queries and weights in bf16 (18 KiB): nothing beside a model.
+            let scratch = 2 * (98 << 10);
             let tokens: Vec<u32> = (0..97).map(|i| i * 5 % 199).collect();
             stepper.prefill(&tokens).expect("the prompt runs");
             let held = stepper.runner().memory();
@@ -99,7 +99,7 @@ fn a_plan_equals_the_allocation() {
             let kept = plan.total() as usize;
             assert!(
                 total >= kept - kept * 3 / 100 && total <= kept + kept * 3 / 100 + scratch,
-                "{total} {plan:?}"
+                "{total} held, {kept} planned: {plan:?}"
             );
         }
     }

@@ -128,7 +128,15 @@ fn a_reply_keeps_its_promises_whatever_the_model_says() {
         }
         for (id, call) in &whole.calls {
             assert!(id.starts_with("call_"));
-            let arguments: Value = serde_json::from_str(&call.arguments).unwrap();
+            let arguments: Value = match serde_json::from_str(&call.arguments) {
+                Ok(arguments) => arguments,
+                // A call that was streamed while it was written and that a limit cut.
+                Err(e) => {
+                    let cut = e.is_eof() && Some(id) == whole.calls.last().map(|(id, _)| id);
+                    assert!(cut && reason == FinishKind::Length, "{e}: {call:?}: {}", context());
+                    continue;
+                }
+            };
             assert!(arguments.is_object());
             let strict = request.input.tools.first().is_some_and(|t| t["function"]["strict"] == true);
             let forced = matches!(request.tool_choice, ToolChoice::Required | ToolChoice::Named(_));

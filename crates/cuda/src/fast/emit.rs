@@ -338,7 +338,9 @@ impl CudaOps<'_> {
             return unsafe { Ok(gemm_wide::linear(self.on.queue(), call, arranged)?) };
         }
         let out_bytes = if matches!(call.output, Output::F32 { .. }) { 4 } else { 2 };
-        for (first, rows) in self.tiles() {
+        let most = skinny_gemm::most_rows(call.weights.shape);
+        for first in (0..self.rows).step_by(most) {
+            let rows = most.min(self.rows - first);
             let output = match call.output {
                 Output::GateTimes { gate, times, stride } => {
                     Output::GateTimes { gate, times: times.at(first * stride * 4), stride }
@@ -386,7 +388,9 @@ impl CudaOps<'_> {
             return self.product(out, x, w, None);
         }
         self.same_widths(out, x, w)?;
-        if let Some(weights) = self.one_run(w).filter(|_| most_planes > 1) {
+        if let Some(weights) =
+            self.one_run(w).filter(|w| most_planes > 1 && self.rows <= skinny_gemm::most_rows(w.shape))
+        {
             let sms = self.multiprocessors();
             let planes = skinny_gemm::planes(weights.shape, self.rows, most_planes, sms);
             if planes > 1 {

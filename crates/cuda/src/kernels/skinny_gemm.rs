@@ -150,6 +150,11 @@ pub unsafe fn linear(queue: Queue<'_>, call: &Linear) -> Result<usize> {
     unsafe { linear_as(queue, call, choice) }
 }
 
+/// Most rows of one call. Inputs that are no whole chunk are filled up in shared memory, which has room for 8.
+pub fn most_rows(shape: PackedShape) -> usize {
+    if shape.cols.is_multiple_of(shape.form.chunk_inputs()) { MAX_ROWS } else { 8 }
+}
+
 /// Queues a product in a shape of one's own choosing, from [`Choice::all`] of the same product.
 ///
 /// # Errors
