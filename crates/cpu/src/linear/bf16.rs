@@ -30,6 +30,7 @@ pub(crate) struct Fp8(u8);
 /// A weight that is exact in bf16.
 pub(crate) trait Half: Copy {
     /// Rows of x that pass a weight together at most: 4 where loading one is cheap, more where it is decoded.
+    #[cfg(target_arch = "x86_64")]
     const ROWS: usize;
     /// [`STEP`] weights at `p` in two vectors, in order.
     ///
