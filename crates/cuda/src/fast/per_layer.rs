@@ -13,10 +13,13 @@ use crate::ops::CudaOps;
 /// Shared memory that the kernel declares itself, rounded up.
 const DECLARED: usize = 1024;
 
-/// Rows up to which one kernel stands for four. With one row it is 3 to 8 % faster in a model, with 4 slower, since it norms rows
-/// one after the other (E2B Q4_K: 1.70 ms a step and 1.59; one H200, 2026-11-30). None, as long as its last norm adds up in
-/// another order than the kernel that norms a steered or captured residual: hooks must not change a bit.
-const FUSED_ROWS: usize = 0;
+/// Rows up to which one kernel is faster than four, since it norms rows one after the other: with one row by 3 to 4 % of a step, and
+/// E2B Q4_K with 4 rows took 1.70 ms a step so and 1.59 with four kernels (one H200, 2026-11-30).
+const FUSED_ROWS: usize = 1;
+
+/// Whether its last norm adds up in the order of the kernel that norms a steered or captured residual. It does not, and hooks must
+/// not change a bit, so the one kernel stays off.
+const NORMS_ALIKE: bool = false;
 
 /// What the gate's step says.
 struct GateStep {
@@ -41,7 +44,8 @@ impl CudaOps<'_> {
 
     pub(super) fn fuses_per_layer(&self, p: &PerLayer) -> bool {
         let most = (self.on.context().info.shared_per_block as usize).saturating_sub(DECLARED);
-        self.rows <= FUSED_ROWS
+        NORMS_ALIKE
+            && self.rows <= FUSED_ROWS
             && self.act(p.first.x).width == self.act(p.product.0).width
             && self
                 .per_layer_weights(p)
