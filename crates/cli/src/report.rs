@@ -30,6 +30,7 @@ impl Table {
     }
 
     /// Whether there is only the heading.
+    #[cfg(feature = "hub")]
     pub fn is_empty(&self) -> bool {
         self.rows.len() == 1
     }
