@@ -164,15 +164,22 @@ fn projections_of_steered_rows_are_told_by_layer_vector_and_position() {
         }
     }
 
+    // Without a copy of the last layer beside them, rows must run that far all the same.
+    let bits = |tensors: &[Captured], name: &str| -> Vec<u32> {
+        floats(tensors, name).1.iter().map(|v| v.to_bits()).collect()
+    };
+    let alone = one(&service, story(0.0, Some("what=projections,positions=all")));
+    assert_eq!(alone.captured.len(), 1 + named.len());
+    for name in named {
+        assert_eq!(bits(&alone.captured, name), bits(&whole.captured, name), "{name}");
+    }
+
     // Steered in earnest, a second time over a kept beginning and in company, and without asking.
     let spec = "what=projections,positions=generated,layers=2+5";
     let first = one(&service, story(0.5, Some(spec)));
     let company: Vec<_> = (0..3).map(|_| service.chat(story(0.25, None)).unwrap()).collect();
     let again = one(&service, story(0.5, Some(spec)));
     drop(company);
-    let bits = |tensors: &[Captured], name: &str| -> Vec<u32> {
-        floats(tensors, name).1.iter().map(|v| v.to_bits()).collect()
-    };
     assert_eq!(first.captured.len(), 3);
     for name in ["projections.2", "projections.5"] {
         assert_eq!(bits(&again.captured, name), bits(&first.captured, name), "{name}");
