@@ -18,8 +18,8 @@ use crate::speak::Said;
 /// Captures and traces.
 #[derive(Clone, Debug, Args)]
 pub struct LookArgs {
-    /// Write activations to a safetensors file: file=FILE,layers=0+3-9|all,what=hidden+attn+mlp+routes,
-    /// positions=last|all|generated|A-B
+    /// Write activations to a safetensors file: file=FILE,layers=0+3-9|all,
+    /// what=hidden+attn+mlp+routes+projections,positions=last|all|generated|A-B
     #[arg(long, value_name = "SPEC", value_parser = capture)]
     pub capture: Option<Capture>,
     /// Tell for each token its probability, the entropy, the likeliest tokens and the chosen experts, on stderr

@@ -94,6 +94,54 @@ fn streams_keep_a_share_of_their_pace_while_a_long_prompt_is_fed() {
     }
 }
 
+/// Requests in a closed loop, as clients send them that wait for their answers: prompts come all the time. The costs are
+/// those of a model of 270 million parameters on two cores.
+#[test]
+fn requests_that_follow_each_other_keep_the_gaps_even_and_the_device_busy() {
+    let (row, head, base) = (0.5, 0.75, 7.0);
+    let cost = move |rows: usize, heads: usize| base + row * rows as f64 + head * heads as f64;
+    for streams in [1, 4, 16] {
+        let options = SchedulerOptions { rows: 512, head_rows: 64, context: 2048, ..options() };
+        let mut d = Drive::new(options, 29, pages_for(&options, 29, 17));
+        d.cost = Box::new(move |batch, _| ms(cost(batch.tokens.len(), batch.heads.len())));
+        let mut random = Random::new(41);
+        let mut requests: Vec<_> = (0..streams * 20)
+            .map(|_| {
+                let words = 130 + random.below(270);
+                lasting(&mut random, words, 64, 29, options.context)
+            })
+            .collect();
+        let prompts: usize = requests.iter().map(|r| r.prompt.tokens.len()).sum();
+        let answers = 64 * requests.len();
+        let mut running: Vec<_> = requests.drain(..streams).map(|r| d.submit(&r)).collect();
+        while !running.is_empty() {
+            d.step();
+            running.retain(|id| d.records[id].end.is_none());
+            while running.len() < streams && !requests.is_empty() {
+                running.push(d.submit(&requests.remove(0)));
+            }
+        }
+        let mut gaps: Vec<_> =
+            d.records.values().flat_map(|r| r.times.windows(2).map(|w| w[1] - w[0])).collect();
+        gaps.sort_unstable();
+        let (middle, p99, worst) = (gaps[gaps.len() / 2], gaps[gaps.len() * 99 / 100], gaps[gaps.len() - 1]);
+        let mut first: Vec<_> = d.records.values().map(|r| r.first()).collect();
+        first.sort_unstable();
+        let alone = ms(cost(streams, streams));
+        let bound = (3 * alone).max(ms(40.0));
+        println!(
+            "{streams} streams, alone {alone:.0?}: gaps {middle:.0?}, p99 {p99:.0?}, worst {worst:.0?}; first token {:.0?}; {:.0} tokens/s",
+            first[first.len() / 2],
+            answers as f64 / d.now.as_secs_f64()
+        );
+        assert!(p99 <= bound.mul_f64(1.1), "{streams} streams: {p99:?} beside {alone:?} alone");
+        // Streams that are never fewer, and prompts in batches as long as they can be.
+        let steps = answers as f64 / streams as f64;
+        let least = ms(steps * cost(streams, streams) + prompts as f64 * row);
+        assert!(d.now <= least.mul_f64(1.35), "{streams} streams took {:?} of {least:?}", d.now);
+    }
+}
+
 #[test]
 fn a_bound_out_of_reach_still_gets_prompts_done() {
     let options = SchedulerOptions { max_stall: ms(1.0), min_prompt_rows: 8, ..options() };

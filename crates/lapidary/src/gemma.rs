@@ -259,7 +259,12 @@ fn start<'a>(
 ) -> Result<Answer<'a>> {
     let recording = match &options.capture {
         None => None,
-        Some(spec) => Some(Recording::new(spec, &stepper.model().config, ids.len())?),
+        Some(spec) => {
+            let config = &stepper.model().config;
+            let steering = options.steering.as_deref().map(|steering| steering.plan(config)).transpose()?;
+            let edits = steering.map(|plan| plan.edits).unwrap_or_default();
+            Some(Recording::new(spec, config, ids.len(), &edits)?)
+        }
     };
     let common = ids.iter().zip(fed.iter()).take_while(|(a, b)| a == b).count();
     // At least one token must run to have logits, and all that are captured.

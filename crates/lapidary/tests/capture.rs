@@ -43,7 +43,7 @@ fn integers<'a>(tensors: &'a [Captured], name: &str) -> &'a [i64] {
 
 /// Feeds a prompt as a single sequence with a recording.
 fn recorded(s: &mut Stepper, spec: &CaptureSpec, prompt: &[u32]) -> Vec<Captured> {
-    let mut recording = Recording::new(spec, &s.model().config.clone(), prompt.len()).unwrap();
+    let mut recording = Recording::new(spec, &s.model().config.clone(), prompt.len(), &[]).unwrap();
     s.reset();
     s.set_capture(recording.points(0..prompt.len()));
     s.prefill_each(&Prompt::from(prompt), Heads::Last, &mut |chunk| {
@@ -105,7 +105,7 @@ fn ragged_batches_give_each_request_its_own_rows() {
             let recordings: Vec<Recording> = specs
                 .iter()
                 .zip(&prompts)
-                .map(|(spec, prompt)| Recording::new(spec, &config, prompt.len()).unwrap())
+                .map(|(spec, prompt)| Recording::new(spec, &config, prompt.len(), &[]).unwrap())
                 .collect();
             let mut b = Batch::default();
             let mut taps = TapSet::default();
@@ -252,15 +252,15 @@ fn captures_that_cannot_be_are_refused_by_name() {
     let dense = stepper(&tiny_folder(Variant::Dense), On::Reference, Setup::default());
     let routes = CaptureSpec { what: vec![What::Routes], ..CaptureSpec::default() };
     assert!(
-        Recording::new(&routes, &dense.model().config, 3).unwrap_err().to_string().contains("no experts")
+        Recording::new(&routes, &dense.model().config, 3, &[]).unwrap_err().to_string().contains("no experts")
     );
     let config = g.config();
-    assert_eq!(spec("0+2-3").bytes_per_position(config).unwrap(), 3 * 256 * 4);
+    assert_eq!(spec("0+2-3").bytes_per_position(config, &[]).unwrap(), 3 * 256 * 4);
     let json = r#"{"layers": "0+2-3", "what": ["routes"], "positions": "3-9"}"#;
     let read: CaptureSpec = serde_json::from_str(json).unwrap();
     assert_eq!(read, "layers=0+2-3,what=routes,positions=3-9".parse().unwrap());
     assert_eq!(serde_json::from_str::<CaptureSpec>(&serde_json::to_string(&read).unwrap()).unwrap(), read);
-    assert_eq!(read.bytes_per_position(config).unwrap(), 3 * 4 * 4);
+    assert_eq!(read.bytes_per_position(config, &[]).unwrap(), 3 * 4 * 4);
     for bad in [
         r#"{"layers": 3}"#,
         r#"{"layers": "3-1"}"#,

@@ -9,12 +9,17 @@ use std::time::{Duration, Instant};
 use common::client::{Pending, drawn, greedy, submit};
 use common::drive::{Random, tiny_folder};
 use common::{On, Setup, runner};
+use lapidary::LoadOptions;
+use lapidary::service::{
+    CompletionPrompt, CompletionRequest, Format, GenerationParams, Service, ServiceOptions,
+};
 use lapidary_cpu::{Compute, CpuBackend, CpuOptions};
 use lapidary_engine::{Engine, EngineEvent, EngineOptions, EngineRequest, Runner};
 use lapidary_model::{BuildOptions, Config, EmbedScale, Limits, Model};
 use lapidary_ops::{Backend, KvFormat};
 use lapidary_reference::tiny::Variant;
 use lapidary_weights::Checkpoint;
+use serde_json::json;
 
 fn ids(seed: u64, len: usize, vocab: usize) -> Vec<u32> {
     let mut random = Random::new(seed);
@@ -140,10 +145,48 @@ fn figures_of_gemma3_270m() {
         costs(&engine, streams, 64);
     }
     drop(engine);
+    for streams in [1, 4, 16] {
+        schema_costs(Path::new(&path), streams);
+    }
     let engine = start(32_768, 2);
     let race = race(&engine, 8, 30_000);
     println!("30,000 tokens among 8 streams: gap {:.0?}, first token {:.1?}", race.gap, race.first);
     assert!(race.gap < Duration::from_secs(2));
+}
+
+/// What masks cost: greedy completions through the service, free ones and ones under a JSON schema.
+fn schema_costs(path: &Path, streams: usize) {
+    let load = LoadOptions { context: Some(512), ..LoadOptions::default() };
+    let options = ServiceOptions { running: 16, sequences: 16, ..ServiceOptions::default() };
+    let service = Service::start(&Checkpoint::open(path).unwrap(), &load, options, &mut |_| {}).unwrap();
+    let text = json!({ "type": "string" });
+    let schema = json!({ "type": "object", "required": ["name", "places"], "properties": {
+        "name": text, "places": { "type": "array", "minItems": 9, "items": text } } });
+    for (name, format) in
+        [("free", Format::Text), ("schema", Format::JsonSchema { schema, name: None, strict: true })]
+    {
+        let request = || CompletionRequest {
+            prompt: CompletionPrompt::Text("A person and the places they have been to, as JSON: ".into()),
+            format: format.clone(),
+            generation: GenerationParams {
+                temperature: Some(0.0),
+                max_tokens: Some(64),
+                ignore_eos: true,
+                ..GenerationParams::default()
+            },
+            ..CompletionRequest::default()
+        };
+        // The first compiles the grammar.
+        service.complete(request()).unwrap().remove(0).collect_blocking().unwrap();
+        let before = service.stats().engine;
+        let replies: Vec<_> = (0..streams).map(|_| service.complete(request()).unwrap().remove(0)).collect();
+        replies.into_iter().for_each(|reply| drop(reply.collect_blocking().unwrap()));
+        let after = service.stats().engine;
+        let steps = (after.scheduler.steps - before.scheduler.steps).max(1) as u32;
+        let host = (after.host_time - before.host_time) / steps;
+        let device = (after.device_time - before.device_time) / steps;
+        println!("{streams} {name} streams: {host:.1?} a step beside {device:.1?}");
+    }
 }
 
 fn real(path: &Path, context: usize) -> Runner {

@@ -1,64 +1,31 @@
 //! The service over the real engine and the built-in model: what a client of the library sees, and all pairs of features
 //! that could be in each other's way.
 
+#[allow(dead_code, reason = "each file uses some of it")]
+#[path = "common/served.rs"]
+mod served;
+
 use std::collections::BTreeMap;
-use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use lapidary::capture::{Captured, Values};
+use lapidary::capture::Captured;
 use lapidary::service::{
     ChatRequest, CompletionPrompt, CompletionRequest, FinishKind, Format, GenerationParams, Markers,
     ParallelCalls, PromptToken, Reply, RequestError, Service, ServiceEvent, ServiceOptions, ToolChoice,
     WholeReply, choice_seed,
 };
 use lapidary::steering::{ControlVector, SteerSpec};
-use lapidary::{ChatInput, Checkpoint, KvFormat, LoadOptions};
+use lapidary::{KvFormat, LoadOptions};
 use serde_json::{Value, json};
+use served::{ask, greedy, load, one, pebble, start, thinking, wave};
 
 const PATIENCE: Duration = Duration::from_secs(60);
-/// Width of the model's residual stream.
-const HIDDEN: usize = 256;
-
-fn start(load: LoadOptions, options: ServiceOptions) -> Service {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/pebble-moe-q8_0.gguf");
-    let checkpoint = Checkpoint::open(path).unwrap();
-    Service::start(&checkpoint, &load, options, &mut |_| {}).unwrap()
-}
-
-fn load() -> LoadOptions {
-    LoadOptions { context: Some(1024), chunk: 128, threads: Some(2), ..LoadOptions::default() }
-}
-
-fn pebble() -> Service {
-    start(load(), ServiceOptions::default())
-}
-
-fn ask(text: &str) -> ChatRequest {
-    let messages = vec![json!({ "role": "user", "content": text })];
-    let input = ChatInput { messages, ..ChatInput::default() };
-    ChatRequest { input, generation: greedy(), ..ChatRequest::default() }
-}
-
-fn greedy() -> GenerationParams {
-    GenerationParams { temperature: Some(0.0), max_tokens: Some(120), ..GenerationParams::default() }
-}
-
-fn thinking(mut request: ChatRequest) -> ChatRequest {
-    request.input.enable_thinking = Some(true);
-    request
-}
 
 fn weather() -> Value {
     let description = |text: &str| json!({ "type": "string", "description": text });
     json!({ "type": "function", "function": { "name": "get_weather", "description": "Get the weather in a city.", "parameters": {
         "type": "object", "properties": { "city": description("The name of the city.") }, "required": ["city"] } } })
-}
-
-fn one(service: &Service, request: ChatRequest) -> WholeReply {
-    let mut replies = service.chat(request).unwrap_or_else(|e| panic!("{e}"));
-    assert_eq!(replies.len(), 1);
-    replies.remove(0).collect_blocking().unwrap_or_else(|e| panic!("{e}"))
 }
 
 const STOP: FinishKind = FinishKind::Stop { matched: None };
@@ -378,7 +345,9 @@ fn request_of(case: Case, index: usize) -> ChatRequest {
         request.generation.steering = vec![SteerSpec { strength: 0.5, ..SteerSpec::new("v") }];
     }
     if case.capture {
-        request.generation.capture = Some("layers=1,positions=last,what=hidden+routes".parse().unwrap());
+        let also = if case.steering { "+projections" } else { "" };
+        let spec = format!("layers=1-2,positions=last,what=hidden+routes{also}");
+        request.generation.capture = Some(spec.parse().unwrap());
     }
     if case.prompt_logprobs {
         request.generation.prompt_logprobs = Some(2);
@@ -388,11 +357,6 @@ fn request_of(case: Case, index: usize) -> ChatRequest {
         request.thinking_budget = Some(20);
     }
     if case.schema { formatted(request) } else { request }
-}
-
-/// A direction as wide as the model.
-fn wave(phase: usize) -> Vec<f32> {
-    (0..HIDDEN).map(|i| ((i * (3 + phase)) as f32).sin()).collect()
 }
 
 /// What came of a request: text, thought, tokens, captures and the prompt's probabilities of each choice.
@@ -415,7 +379,8 @@ fn outcome_of(replies: Vec<Reply>, case: Case) -> Outcome {
             check_person(&whole.text);
         }
         assert!(!case.thinking || whole.usage.reasoning_tokens <= 20, "{case:?}");
-        assert_eq!(whole.captured.len(), if case.capture { 4 } else { 0 }, "{case:?}");
+        let tensors = if case.capture { 7 + usize::from(case.steering) } else { 0 };
+        assert_eq!(whole.captured.len(), tensors, "{case:?}");
         let scored = if case.prompt_logprobs && whole.index == 0 { whole.usage.prompt_tokens } else { 0 };
         assert_eq!(whole.prompt.len(), scored, "{case:?}");
         let tokens = whole.usage.completion_tokens;
@@ -486,98 +451,6 @@ fn all_pairs_of_features_give_what_each_request_gives_alone() {
             }
         }
     }
-}
-
-#[test]
-fn vectors_of_a_folder_are_named_in_requests_and_what_cannot_be_is_refused_by_its_field() {
-    let folder = tempfile::tempdir().unwrap();
-    let write = |name: &str, layer: usize, width: usize| {
-        let vector = ControlVector::new(name, BTreeMap::from([(layer, wave(0)[..width].to_vec())])).unwrap();
-        vector.write(&folder.path().join(name)).unwrap();
-    };
-    write("owls.safetensors", 2, HIDDEN);
-    write("foxes.gguf", 1, HIDDEN);
-    std::fs::write(folder.path().join("notes.txt"), "no vector").unwrap();
-    let vectors = Some(folder.path().to_owned());
-    let options = || ServiceOptions {
-        vectors: vectors.clone(),
-        max_capture_bytes: 40_000,
-        ..ServiceOptions::default()
-    };
-    let service = start(load(), options());
-    assert_eq!(service.vector_names(), ["foxes", "owls"]);
-
-    let story = || {
-        let mut request = ask("Tell me a story about Zoe.");
-        request.generation.max_tokens = Some(30);
-        request
-    };
-    let plain = one(&service, story());
-    let steered = |spec: SteerSpec| {
-        let mut request = story();
-        request.generation.steering = vec![spec];
-        request
-    };
-    let owls = one(&service, steered(SteerSpec { strength: 3.0, ..SteerSpec::new("owls") }));
-    assert_ne!(owls.text, plain.text);
-    let off = one(&service, steered(SteerSpec { strength: 0.0, ..SteerSpec::new("owls") }));
-    assert_eq!(off.text, plain.text);
-
-    let refused = |request: ChatRequest| match service.chat(request).unwrap_err() {
-        RequestError::BadRequest { field, message } => format!("{field}: {message}"),
-        other => panic!("{other}"),
-    };
-    for (spec, expected) in [
-        (SteerSpec::new("bears"), "steering[0].vector: no vector is named \"bears\"; there are foxes, owls"),
-        (SteerSpec { layers: Some("0".parse().unwrap()), ..SteerSpec::new("owls") }, "steering[0]: "),
-        (SteerSpec { layers: Some("77".parse().unwrap()), ..SteerSpec::new("owls") }, "steering[0]: "),
-        (SteerSpec { strength: f32::NAN, ..SteerSpec::new("owls") }, "steering[0]: steering strength is NaN"),
-        (SteerSpec { to: Some(1.0), ..SteerSpec::new("owls") }, "steering[0]: steering to is 1"),
-    ] {
-        let found = refused(steered(spec));
-        assert!(found.starts_with(expected), "{found}");
-    }
-    let mut own = steered(SteerSpec::new("mine"));
-    own.generation.vectors =
-        vec![Arc::new(ControlVector::new("mine", BTreeMap::from([(1, wave(0))])).unwrap())];
-    assert!(refused(own).starts_with("steering[0].vector: vectors inside requests are not taken"));
-    let mut many = story();
-    many.generation.steering = vec![SteerSpec::new("owls"); 65];
-    assert!(refused(many).starts_with("steering: 65 vectors"));
-
-    let capturing = |spec: &str, n: usize| {
-        let mut request = story();
-        request.generation.capture = Some(spec.parse().unwrap());
-        request.generation.n = n;
-        request
-    };
-    for (spec, n, expected) in [
-        ("layers=99", 1, "capture: capture names layer 99"),
-        ("positions=900-1000", 1, "capture.positions: 900-1000 are no positions"),
-        (
-            "layers=0,positions=generated",
-            2,
-            "capture: 30 positions of 1024 bytes in 2 replies make 61440 bytes, at most 40000",
-        ),
-    ] {
-        let found = refused(capturing(spec, n));
-        assert!(found.starts_with(expected), "{found}");
-    }
-    let whole = one(&service, capturing("layers=0,positions=generated", 1));
-    assert_eq!(whole.text, plain.text, "a capture changes nothing");
-    // The last token is never run.
-    assert_eq!((whole.captured[0].name.as_str(), &whole.captured[0].shape), ("positions", &vec![29]));
-    assert_eq!((whole.captured[1].name.as_str(), &whole.captured[1].shape), ("hidden.0", &vec![29, HIDDEN]));
-    let Values::F32(values) = &whole.captured[1].values else { panic!("activations are float32") };
-    assert!(values.iter().all(|v| v.is_finite()));
-
-    // A folder that does not do is told at the start.
-    write("short.safetensors", 1, HIDDEN - 1);
-    let checkpoint =
-        Checkpoint::open(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/pebble-moe-q8_0.gguf"))
-            .unwrap();
-    let error = Service::start(&checkpoint, &load(), options(), &mut |_| {}).unwrap_err().to_string();
-    assert!(error.contains("255") && error.contains("256"), "{error}");
 }
 
 #[test]

@@ -13,6 +13,8 @@ pub enum CaptureError {
     Layer { layer: usize, last: usize },
     #[error("capture of routes: the model has no experts")]
     NoExperts,
+    #[error("capture of projections: no vector steers at layers {layers}")]
+    NotSteered { layers: String },
 }
 
 /// Result of this module.

@@ -6,7 +6,7 @@ use lapidary_model::Config;
 use lapidary_ops::{Batch, Outcome, Tap, TapPoint};
 
 use super::error::Result;
-use super::spec::{CapturePositions, CaptureSpec, What};
+use super::spec::{CapturePositions, CaptureSpec, What, vectors};
 use super::{Captured, Values};
 
 /// What one request captures and has captured.
@@ -14,8 +14,8 @@ use super::{Captured, Values};
 pub struct Recording {
     positions: CapturePositions,
     prompt: usize,
+    /// What batches must copy out.
     points: Vec<TapPoint>,
-    /// By point.
     series: Vec<Series>,
 }
 
@@ -23,32 +23,65 @@ pub struct Recording {
 struct Series {
     what: What,
     layer: usize,
+    from: Source,
     /// Sides of one position's values.
     sides: Vec<usize>,
     positions: Vec<usize>,
     values: Vec<f32>,
 }
 
+/// Where a batch has a row's values.
+#[derive(Clone, Debug, PartialEq)]
+enum Source {
+    /// In a copy.
+    Tap(TapPoint),
+    /// Among its projections: for each vector, which one, if there is one.
+    Edits(Vec<Option<usize>>),
+}
+
 impl Recording {
-    /// Nothing yet, for a request whose prompt has `prompt` tokens.
+    /// Nothing yet, for a request whose prompt has `prompt` tokens and whose rows get the edits of a
+    /// [`SteerPlan`](crate::steering::SteerPlan), if any.
     ///
     /// # Errors
     /// What [`CaptureSpec::bytes_per_position`] refuses.
-    pub fn new(spec: &CaptureSpec, config: &Config, prompt: usize) -> Result<Recording> {
-        spec.bytes_per_position(config)?;
-        let (mut points, mut series) = (Vec::new(), Vec::new());
+    pub fn new(
+        spec: &CaptureSpec,
+        config: &Config,
+        prompt: usize,
+        edits: &[(usize, usize)],
+    ) -> Result<Recording> {
+        spec.bytes_per_position(config, edits)?;
+        let (mut points, mut series): (Vec<TapPoint>, Vec<Series>) = (Vec::new(), Vec::new());
         for layer in spec.layers.list(config.layers.len())? {
             for &what in &spec.what {
-                let (point, sides) = match what {
-                    What::Hidden => (TapPoint::LayerOut(layer), vec![config.hidden]),
-                    What::Mlp => (TapPoint::Mlp(layer), vec![config.hidden]),
-                    What::Attn => (TapPoint::Attn(layer), vec![config.heads, config.layers[layer].head_dim]),
-                    What::Routes => (TapPoint::Routes(layer), vec![config.moe.map_or(0, |m| m.top_k)]),
+                let tap = |point| Source::Tap(point);
+                let (from, sides) = match what {
+                    What::Hidden => (tap(TapPoint::LayerOut(layer)), vec![config.hidden]),
+                    What::Mlp => (tap(TapPoint::Mlp(layer)), vec![config.hidden]),
+                    What::Attn => {
+                        (tap(TapPoint::Attn(layer)), vec![config.heads, config.layers[layer].head_dim])
+                    }
+                    What::Routes => (tap(TapPoint::Routes(layer)), vec![config.moe.map_or(0, |m| m.top_k)]),
+                    What::Projections => {
+                        let of = |vector| edits.iter().position(|&edit| edit == (layer, vector));
+                        let places: Vec<Option<usize>> = (0..vectors(edits)).map(of).collect();
+                        if places.iter().all(Option::is_none) {
+                            continue;
+                        }
+                        let sides = vec![places.len()];
+                        (Source::Edits(places), sides)
+                    }
                 };
+                if series.iter().any(|s| s.from == from && s.layer == layer) {
+                    continue;
+                }
+                // A copy at the layer's end makes rows run so far whose logits nobody wants.
+                let point = if let Source::Tap(point) = from { point } else { TapPoint::LayerOut(layer) };
                 if !points.contains(&point) {
                     points.push(point);
-                    series.push(Series { what, layer, sides, positions: Vec::new(), values: Vec::new() });
                 }
+                series.push(Series { what, layer, from, sides, positions: Vec::new(), values: Vec::new() });
             }
         }
         Ok(Recording { positions: spec.positions.clone(), prompt, points, series })
@@ -68,8 +101,22 @@ impl Recording {
     /// Takes the request's rows out of a batch that ran: `rows` of the batch hold `positions` of the request. The
     /// batch may hold other requests' rows too, and have copied out more.
     pub fn take(&mut self, batch: &Batch, rows: Range<usize>, positions: Range<usize>, outcome: &Outcome) {
-        for (point, series) in self.points.iter().zip(&mut self.series) {
-            let Some(tap) = outcome.taps.iter().find(|tap| tap.point == *point) else { continue };
+        for series in &mut self.series {
+            let point = match &series.from {
+                Source::Tap(point) => *point,
+                Source::Edits(places) => {
+                    for (batch_row, position) in rows.clone().zip(positions.clone()) {
+                        if self.positions.wants(position, self.prompt) {
+                            let row = outcome.projections.row(batch_row);
+                            let of = |place: &Option<usize>| place.and_then(|place| row.get(place).copied());
+                            series.positions.push(position);
+                            series.values.extend(places.iter().map(|place| of(place).unwrap_or(f32::NAN)));
+                        }
+                    }
+                    continue;
+                }
+            };
+            let Some(tap) = outcome.taps.iter().find(|tap| tap.point == point) else { continue };
             for (row, values) in tap.values.chunks_exact(tap.width).enumerate() {
                 let batch_row = batch.row_of(tap, row);
                 if !rows.contains(&batch_row) {
@@ -105,6 +152,7 @@ impl Recording {
                 What::Hidden => out.push(f32s(format!("hidden.{layer}"))),
                 What::Attn => out.push(f32s(format!("attn.{layer}.o"))),
                 What::Mlp => out.push(f32s(format!("mlp.{layer}"))),
+                What::Projections => out.push(f32s(format!("projections.{layer}"))),
                 What::Routes => {
                     let (ids, weights) = routes(&s.values, s.sides[0]);
                     let named = |name: String, values| Captured { name, shape: shape.clone(), values };

@@ -21,11 +21,19 @@ pub enum What {
     Mlp,
     /// Chosen experts, best first, and their weights: `router_idx.N`, `router_weight.N [P, K]`.
     Routes,
+    /// What a steered row projected onto each vector's direction before it was edited: `projections.N [P, V]` for the
+    /// layers at which a vector has one, the vectors in the order of the request, NaN for those without.
+    Projections,
 }
 
 impl What {
-    const NAMES: [(&'static str, What); 4] =
-        [("hidden", What::Hidden), ("attn", What::Attn), ("mlp", What::Mlp), ("routes", What::Routes)];
+    const NAMES: [(&'static str, What); 5] = [
+        ("hidden", What::Hidden),
+        ("attn", What::Attn),
+        ("mlp", What::Mlp),
+        ("routes", What::Routes),
+        ("projections", What::Projections),
+    ];
 }
 
 /// Layers by number, written as `all`, `5` or `0+3-9`.
@@ -167,19 +175,28 @@ impl Default for CaptureSpec {
 }
 
 impl CaptureSpec {
-    /// Bytes that are copied out for each position: what a server bounds a response by.
+    /// Bytes that are copied out for each position: what a server bounds a response by. `edits` are those of the request's
+    /// [`SteerPlan`](crate::steering::SteerPlan), none where it is not steered.
     ///
     /// # Errors
-    /// `Layer`; `NoExperts` for routes of a model that has none.
-    pub fn bytes_per_position(&self, config: &Config) -> Result<usize> {
+    /// `Layer`; `NoExperts` for routes of a model that has none; `NotSteered` for projections where no vector has a
+    /// direction at any of the layers.
+    pub fn bytes_per_position(&self, config: &Config, edits: &[(usize, usize)]) -> Result<usize> {
         let mut values = 0;
-        for layer in self.layers.list(config.layers.len())? {
+        let layers = self.layers.list(config.layers.len())?;
+        let steered = |layer: usize| edits.iter().any(|&(at, _)| at == layer);
+        if self.what.contains(&What::Projections) && !layers.iter().any(|&layer| steered(layer)) {
+            return Err(CaptureError::NotSteered { layers: self.layers.to_string() });
+        }
+        for layer in layers {
             for what in &self.what {
                 values += match (what, config.moe) {
                     (What::Hidden | What::Mlp, _) => config.hidden,
                     (What::Attn, _) => config.heads * config.layers[layer].head_dim,
                     (What::Routes, Some(moe)) => 2 * moe.top_k,
                     (What::Routes, None) => return Err(CaptureError::NoExperts),
+                    (What::Projections, _) if steered(layer) => vectors(edits),
+                    (What::Projections, _) => 0,
                 };
             }
         }
@@ -207,7 +224,7 @@ impl FromStr for CaptureSpec {
                             CaptureError::Field {
                                 field: "what",
                                 found: format!("{name:?}"),
-                                expected: "hidden, attn, mlp, routes, or several joined by +",
+                                expected: "hidden, attn, mlp, routes, projections, or several joined by +",
                             }
                         })
                     };
@@ -222,6 +239,11 @@ impl FromStr for CaptureSpec {
         }
         Ok(spec)
     }
+}
+
+/// How many vectors a plan's edits come from; each has one at least.
+pub(super) fn vectors(edits: &[(usize, usize)]) -> usize {
+    edits.iter().map(|&(_, vector)| vector + 1).max().unwrap_or(0)
 }
 
 /// `3-9` or `5` as a range.

@@ -40,6 +40,8 @@ pub(super) struct Job {
     /// The grammar of one call, for tools that ask for it.
     calls: Option<Matcher>,
     steering: Option<Arc<SteerSet>>,
+    /// Layer and vector of each of its edits.
+    edits: Vec<(usize, usize)>,
 }
 
 enum Kind {
@@ -137,7 +139,10 @@ impl Job {
         if ids.len() >= context {
             return Err(RequestError::PromptTooLong { tokens: ids.len(), context });
         }
-        let steering = looks::steering(inner, &generation)?;
+        let (steering, edits) = match looks::steering(inner, &generation)? {
+            Some(plan) => (Some(Arc::new(plan.set)), plan.edits),
+            None => (None, Vec::new()),
+        };
         let mut ends = own_ends.clone();
         if !generation.ignore_eos {
             ends.extend(&defaults.stop_ids);
@@ -153,6 +158,7 @@ impl Job {
             answer: None,
             calls: None,
             steering,
+            edits,
         })
     }
 
@@ -174,7 +180,7 @@ impl Job {
         let max_tokens = wanted.unwrap_or(room).min(room);
         let seed = self.generation.seed.unwrap_or_else(|| RandomState::new().build_hasher().finish());
         let key = request_key();
-        let recording = looks::recording(inner, &self.generation, self.ids.len(), max_tokens)?;
+        let recording = looks::recording(inner, &self.generation, &self.edits, self.ids.len(), max_tokens)?;
         (0..self.generation.n)
             .map(|index| {
                 let recording = recording.clone().map(SharedRecording::new);

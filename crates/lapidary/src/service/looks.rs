@@ -8,11 +8,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use lapidary_engine::Observer;
 use lapidary_model::Config;
-use lapidary_ops::{Batch, Outcome, SteerSet, TapPoint};
+use lapidary_ops::{Batch, Outcome, TapPoint};
 
 use super::{GenerationParams, Inner, RequestError};
 use crate::capture::{CaptureError, CaptureSpec, Captured, Recording};
-use crate::steering::{ControlVector, Steering, SteeringError};
+use crate::steering::{ControlVector, SteerPlan, Steering, SteeringError};
 
 /// Most vectors that one request uses.
 const MAX_VECTORS: usize = 64;
@@ -61,10 +61,7 @@ impl Vectors {
 }
 
 /// The edits that a request asks for.
-pub(super) fn steering(
-    inner: &Inner,
-    asked: &GenerationParams,
-) -> Result<Option<Arc<SteerSet>>, RequestError> {
+pub(super) fn steering(inner: &Inner, asked: &GenerationParams) -> Result<Option<SteerPlan>, RequestError> {
     if asked.steering.is_empty() {
         return Ok(None);
     }
@@ -99,13 +96,14 @@ pub(super) fn steering(
         steering.vectors.extend(one.vectors);
     }
     let plan = steering.plan(config).map_err(|error| RequestError::bad("steering", error.to_string()))?;
-    Ok(Some(Arc::new(plan.set)))
+    Ok(Some(plan))
 }
 
 /// What a request's replies copy out, held against the most that may go into a response.
 pub(super) fn recording(
     inner: &Inner,
     asked: &GenerationParams,
+    edits: &[(usize, usize)],
     prompt: usize,
     max_tokens: usize,
 ) -> Result<Option<Recording>, RequestError> {
@@ -113,7 +111,7 @@ pub(super) fn recording(
     let config = config(inner, "capture")?;
     let refuse = |error: CaptureError| RequestError::bad("capture", error.to_string());
     check_kinds(spec)?;
-    let each = spec.bytes_per_position(config).map_err(refuse)?;
+    let each = spec.bytes_per_position(config, edits).map_err(refuse)?;
     let positions = (0..prompt + max_tokens).filter(|p| spec.positions.wants(*p, prompt)).count();
     if positions == 0 {
         let text = format!(
@@ -132,12 +130,15 @@ pub(super) fn recording(
         );
         return Err(RequestError::bad("capture", text));
     }
-    Recording::new(spec, config, prompt).map(Some).map_err(refuse)
+    Recording::new(spec, config, prompt, edits).map(Some).map_err(refuse)
 }
 
 fn check_kinds(spec: &CaptureSpec) -> Result<(), RequestError> {
     match spec.what.is_empty() {
-        true => Err(RequestError::bad("capture.what", "expected at least one of hidden, attn, mlp, routes")),
+        true => Err(RequestError::bad(
+            "capture.what",
+            "expected at least one of hidden, attn, mlp, routes, projections",
+        )),
         false => Ok(()),
     }
 }
