@@ -1,6 +1,6 @@
-//! Prints how fast one row's product reads weights that no cache holds, beside a plain read of as many bytes in turn.
+//! Prints how fast a product of one row, or of some, reads weights that no cache holds, beside a plain read of as many bytes in turn.
 //!
-//! `cargo run --release -p lapidary-cpu --example read_speed [threads] [columns] [format,format]`; GB/s, best and median of the
+//! `cargo run --release -p lapidary-cpu --example read_speed [threads] [columns] [format,format] [rows]`; GB/s, best and median of the
 //! rounds. A shared machine's memory gives more at one moment than at another, so only figures of one run compare.
 
 use std::hint::black_box;
@@ -18,6 +18,7 @@ fn main() -> Result<()> {
     let threads: usize = args.get(1).and_then(|t| t.parse().ok()).unwrap_or(1);
     let columns: usize = args.get(2).and_then(|t| t.parse().ok()).unwrap_or(1536);
     let names = args.get(3).map_or("Q4_0,Q5_0,Q8_0,Q4_K,Q6_K,F16,BF16", String::as_str);
+    let rows: usize = args.get(4).and_then(|t| t.parse().ok()).unwrap_or(1);
     let plain: Vec<u64> = (0..(BYTES / 8) as u64).collect();
     for name in names.split(',') {
         let Some(format) = Format::ALL.into_iter().find(|f| f.name() == name) else {
@@ -38,22 +39,22 @@ fn main() -> Result<()> {
         let outputs = 256 * copies;
         let mats: Vec<Mat> =
             (0..copies / 16).map(|_| cpu.pack(&vec![view.clone(); 16], 256 * 16)).collect::<Result<_>>()?;
-        let act = |width, kind| ActSpec { name: "a", width, kind, rows: ActRows::Batch, max_rows: 1 };
+        let act = |width, kind| ActSpec { name: "a", width, kind, rows: ActRows::Batch, max_rows: rows };
         let x = cpu.activation(act(columns, ActKind::Input))?;
         let from = cpu.activation(act(columns, ActKind::F32))?;
         let out = cpu.activation(act(256 * 16, ActKind::F32))?;
         let batch = Batch {
-            tokens: vec![0],
-            per_layer_tokens: vec![0],
-            positions: vec![0],
+            tokens: vec![0; rows],
+            per_layer_tokens: vec![0; rows],
+            positions: (0..rows as i32).collect(),
             spans: vec![RowSpan {
                 first_row: 0,
-                rows: 1,
+                rows,
                 tables: [PageTable { start: 0, count: 0, first_block: 0 }; 2],
             }],
-            visible_to: [vec![1], vec![1]],
-            soft_rows: vec![0],
-            soft_values: (0..columns).map(|i| (i % 97) as f32 / 48.0 - 1.0).collect(),
+            visible_to: [vec![1; rows], vec![1; rows]],
+            soft_rows: (0..rows as i32).collect(),
+            soft_values: (0..rows * columns).map(|i| (i % 97) as f32 / 48.0 - 1.0).collect(),
             ..Batch::default()
         };
         cpu.upload(&batch)?;

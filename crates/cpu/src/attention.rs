@@ -16,6 +16,7 @@ use crate::level::{Isa, for_level};
 use crate::linear::bf16::{STEP, round_rows};
 use crate::linear::f32::{Bf16, F16, RowsView, dots};
 use crate::math;
+use crate::memory::{LINE, prefetch};
 use crate::ops::{CpuOps, Scope};
 use crate::weigh::weigh;
 
@@ -318,7 +319,7 @@ impl Unit<'_> {
                 None
             };
             if few {
-                prefetch(page(Side::Values));
+                prefetch_all(page(Side::Values));
             }
             if halves.is_none() {
                 decode(format, page(Side::Keys), keys);
@@ -366,7 +367,7 @@ impl Unit<'_> {
                     let (page, _) =
                         pass.upload.cell(ops.batch_row(self.first), spec.cache.group, next as i32);
                     // SAFETY: as above.
-                    prefetch(unsafe { pass.kv.page(spec.cache, page, Side::Keys, self.head) });
+                    prefetch_all(unsafe { pass.kv.page(spec.cache, page, Side::Keys, self.head) });
                 }
                 let acc = &mut acc[i * heads * d..(i + 1) * heads * d];
                 match halves {
@@ -451,15 +452,8 @@ impl Unit<'_> {
 }
 
 /// Asks for `bytes`: rows of a page are too short for the processor to guess what is read next.
-fn prefetch(bytes: &[u8]) {
-    #[cfg(target_arch = "x86_64")]
-    for line in bytes.chunks(64) {
-        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        // SAFETY: every x86-64 has the instruction, and it may name any address.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) }
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = bytes;
+fn prefetch_all(bytes: &[u8]) {
+    bytes.chunks(LINE).for_each(|line| prefetch(line.as_ptr()));
 }
 
 /// Joins `next` to what came before it. A segment without a visible key changes nothing.

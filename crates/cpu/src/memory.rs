@@ -14,6 +14,22 @@ use lapidary_ops::{Error, Result};
 
 const ALIGN: usize = 64;
 
+/// Bytes of a line of the caches.
+pub(crate) const LINE: usize = 64;
+
+/// Asks for the line at `at` into the nearest cache. Any address will do: nothing is read.
+#[inline(always)]
+pub(crate) fn prefetch(at: *const u8) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        // SAFETY: every x86-64 has the instruction, and it may name any address.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = at;
+}
+
 /// From this many bytes on, memory is mapped: the allocator would clear it here and now, though some of it is never
 /// used and most of it is overwritten first.
 #[cfg(target_os = "linux")]

@@ -17,7 +17,7 @@ use crate::linear::{Inputs, TILE, X_BLOCK, tile_values};
 use crate::math;
 use crate::matrix::Matrix;
 use crate::memory::Grow;
-use crate::ops::{CpuOps, Scope};
+use crate::ops::{CpuOps, FEW_ROWS, Scope};
 use crate::pass::Workspace;
 
 impl CpuOps<'_> {
@@ -126,21 +126,29 @@ impl CpuOps<'_> {
                 for block in picked.chunks(X_BLOCK) {
                     let inputs = scratch.gathered.take(block, floats, row_of);
                     let inputs = inputs.rounded(isa, gate_up, &mut scratch.halves);
-                    for col in columns.clone().step_by(BLOCK) {
-                        let end = columns.end.min(col + BLOCK);
-                        let rows = end - col;
-                        let gates = scratch.results.get(X_BLOCK * PAIR);
-                        let ups = scratch.results2.get(X_BLOCK * PAIR);
+                    // Few rows wait for memory, so all the unit's gate rows pass before its up rows, each one stream of memory.
+                    let n = block.len();
+                    let run = if n <= FEW_ROWS { columns.len().max(1) } else { BLOCK };
+                    for first in columns.clone().step_by(run) {
+                        let cols = first..columns.end.min(first + run);
+                        let gates = scratch.results.get(cols.len().div_ceil(BLOCK) * n * PAIR);
+                        let ups = scratch.results2.get(n * PAIR);
                         let decoded = &mut scratch.tile;
-                        expert_rows(isa, gate_up, gate + col, rows, inputs, decoded, gates);
-                        expert_rows(isa, gate_up, gate + width + col, rows, inputs, decoded, ups);
-                        let results = gates.chunks(PAIR).zip(ups.chunks(PAIR));
-                        for (&(_, choice), (g, u)) in block.iter().zip(results) {
-                            // SAFETY: these values of the choice belong to the claimed unit.
-                            let to = unsafe { choices.hidden(choice, col, rows) };
-                            math::gate(isa, spec.activation, &g[..rows], &u[..rows], to);
-                            // SAFETY: as above.
-                            unsafe { choices.quantise(isa, choice, col, rows) }
+                        let rows = |col: usize| BLOCK.min(cols.end - col);
+                        for (col, gates) in cols.clone().step_by(BLOCK).zip(gates.chunks_mut(n * PAIR)) {
+                            expert_rows(isa, gate_up, gate + col, rows(col), inputs, decoded, gates);
+                        }
+                        for (col, gates) in cols.clone().step_by(BLOCK).zip(gates.chunks(n * PAIR)) {
+                            let rows = rows(col);
+                            expert_rows(isa, gate_up, gate + width + col, rows, inputs, decoded, ups);
+                            let results = gates.chunks(PAIR).zip(ups.chunks(PAIR));
+                            for (&(_, choice), (g, u)) in block.iter().zip(results) {
+                                // SAFETY: these values of the choice belong to the claimed unit.
+                                let to = unsafe { choices.hidden(choice, col, rows) };
+                                math::gate(isa, spec.activation, &g[..rows], &u[..rows], to);
+                                // SAFETY: as above.
+                                unsafe { choices.quantise(isa, choice, col, rows) }
+                            }
                         }
                     }
                 }

@@ -29,7 +29,7 @@ pub(crate) enum Scope {
 /// Claims that each worker makes of one matrix, about: few enough to be cheap, many enough to even out.
 const CLAIMS_PER_WORKER: usize = 12;
 /// Rows of x up to which the time of a product is that of reading the weights.
-const FEW_ROWS: usize = 4;
+pub(crate) const FEW_ROWS: usize = 4;
 
 /// One worker's view of a pass.
 #[derive(Debug)]
@@ -80,10 +80,15 @@ impl<'a> CpuOps<'a> {
         self.pass.sync.claim(counter, chunk, total)
     }
 
+    /// Whether so few rows wait for memory that weights should pass in long runs.
+    pub fn reads_weights_once(&self) -> bool {
+        self.rows <= FEW_ROWS
+    }
+
     /// Claims the next of `total` items that each read their weights once: shares of what is left, multiples of `least`,
     /// where few rows wait for memory; else chunks that a core's cache keeps from one block of rows to the next.
     pub fn claim_weights(&self, least: usize, total: usize) -> Option<Range<usize>> {
-        if self.rows <= FEW_ROWS {
+        if self.reads_weights_once() {
             return self.pass.sync.claim_share(0, least, total);
         }
         let chunk = (total / (self.workers() * CLAIMS_PER_WORKER)).max(1).next_multiple_of(least);

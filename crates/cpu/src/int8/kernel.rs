@@ -32,6 +32,7 @@ use super::tiles::tile_bytes;
 #[cfg(target_arch = "x86_64")]
 use super::x86::{Avx2, Avx512Vnni, AvxVnni};
 use crate::level::{Isa, Level};
+use crate::memory::{LINE, prefetch};
 use lapidary_formats::Format;
 
 /// Multiplies one tile, or two that follow each other in memory.
@@ -201,6 +202,9 @@ unsafe fn few<S: Lanes, K: Kind, const M: usize>(
             packed = packed.add(K::Scaling::BYTES);
             K::Scaling::prepare::<S>(scales, &mut unpacked);
             for j in 0..K::Scaling::BLOCKS {
+                if b.is_multiple_of(ASKED) {
+                    (0..M).for_each(|m| ask_ahead(x, m, b));
+                }
                 let w = weights::<S, K>(packed);
                 let f = K::Scaling::factors::<S>(scales, &unpacked, j);
                 block::<S, K, M, false>(&w, &f, x, 0, b, acc.as_mut_ptr());
@@ -213,6 +217,23 @@ unsafe fn few<S: Lanes, K: Kind, const M: usize>(
         }
     }
 }
+
+/// Blocks of x that are asked for at once: as many as have their heads in one line.
+const ASKED: usize = LINE / size_of::<Head>();
+
+/// Asks for the blocks of row `m` of x that come [`ASKED`] after block `b`. The stream of weights pushes x out of the nearest
+/// cache between two tiles, and to load it again from the next one holds up the stream.
+#[inline(always)]
+fn ask_ahead(x: QuantRows<'_>, m: usize, b: usize) {
+    let row = x.bytes.as_ptr().wrapping_add(m * x.stride);
+    let codes = row.wrapping_add((b + ASKED) * BLOCK);
+    (0..ASKED * BLOCK).step_by(LINE).for_each(|at| prefetch(codes.wrapping_add(at)));
+    prefetch(row.wrapping_add(x.width + (b + ASKED) * size_of::<Head>()));
+}
+
+/// Bytes by which weights are asked for ahead where rows of x take longer than memory does: the processor's own prefetch does
+/// not run ahead of so slow a reader.
+const WEIGHTS_AHEAD: usize = 2048;
 
 /// Rows of x that pass a tile together at most: their sums stay in the nearest cache.
 const AT_ONCE: usize = 64;
@@ -246,6 +267,9 @@ unsafe fn many<S: Lanes, K: Kind>(
             packed = packed.add(K::Scaling::BYTES);
             K::Scaling::prepare::<S>(scales, &mut unpacked);
             for j in 0..K::Scaling::BLOCKS {
+                for line in (0..K::Codes::BYTES).step_by(LINE) {
+                    prefetch(packed.wrapping_add(WEIGHTS_AHEAD + line));
+                }
                 let w = weights::<S, K>(packed);
                 let f = K::Scaling::factors::<S>(scales, &unpacked, j);
                 let mut m = 0;

@@ -4,6 +4,8 @@
 //! block quantised; so the verb costs one meeting, and a single row's gate is shared by the team. Every value
 //! takes the steps that it takes in the two verbs that this replaces, so the bits are theirs.
 
+use std::ops::Range;
+
 use lapidary_ops::{Act, Activation};
 
 use super::{Inputs, TILE, rows_at_once, tile_values};
@@ -16,6 +18,10 @@ use crate::ops::{CpuOps, Scope};
 
 // A block of hidden values comes from a pair of tiles.
 const _: () = assert!(BLOCK == PAIR);
+
+/// Blocks of gate rows that are read one after the other before their up rows: each change of place in memory stops the
+/// processor's own prefetch.
+const RUN: usize = 32;
 
 impl CpuOps<'_> {
     /// Whether `gated_product` can do it: gate and up rows start tiles, and hidden columns are whole blocks.
@@ -31,6 +37,7 @@ impl CpuOps<'_> {
         let (out, x) = (self.act(out), self.act(x));
         assert_eq!(x.width(), w.cols, "{} and {}", x.spec.name, out.spec.name);
         let units = out.width() / BLOCK;
+        let run = if self.reads_weights_once() { RUN } else { 1 };
         while let Some(claim) = self.claim_weights(1, units) {
             let block = rows_at_once(&w.part_of(0).weights, x, self.rows);
             for from in (0..self.rows).step_by(block) {
@@ -38,38 +45,45 @@ impl CpuOps<'_> {
                 let mut halves = std::mem::take(&mut self.scratch.halves);
                 // SAFETY: the meeting before this verb ended all writes to x, and nobody writes it during the verb.
                 let inputs = unsafe { Inputs::of(x, from, n) }.rounded(self.isa(), w, &mut halves);
-                for unit in claim.clone() {
-                    self.gated_block(out, inputs, w, f, unit * BLOCK, from);
+                for first in claim.clone().step_by(run) {
+                    let units = first..claim.end.min(first + run);
+                    self.gated_blocks(out, inputs, w, f, units, from);
                 }
                 self.scratch.halves = halves;
             }
         }
     }
 
-    /// Columns `col .. col + BLOCK` of the inputs, which are rows `from` and on.
-    fn gated_block(
+    /// Blocks `units` of the columns of the inputs, which are rows `from` and on.
+    fn gated_blocks(
         &mut self,
         out: &Buffer,
         inputs: Inputs<'_>,
         w: &Matrix,
         f: Activation,
-        col: usize,
+        units: Range<usize>,
         from: usize,
     ) {
         let (isa, n) = (self.isa(), inputs.floats.count);
         let scratch = &mut *self.scratch;
-        let gates = scratch.results.get(n * PAIR);
+        let gates = scratch.results.get(units.len() * n * PAIR);
         let ups = scratch.results2.get(n * PAIR);
-        for (row, values) in [(col, &mut *gates), (out.width() + col, &mut *ups)] {
+        let mut values = |row: usize, values: &mut [f32]| {
             let part: &Part = w.part_of(row);
-            let first = row - part.first_row;
-            tile_values(isa, &part.weights, first, BLOCK, inputs, &mut scratch.tile, values);
+            tile_values(isa, &part.weights, row - part.first_row, BLOCK, inputs, &mut scratch.tile, values);
+        };
+        for (unit, gates) in units.clone().zip(gates.chunks_mut(n * PAIR)) {
+            values(unit * BLOCK, gates);
         }
-        for (i, (g, u)) in gates.chunks(PAIR).zip(ups.chunks(PAIR)).enumerate() {
-            // SAFETY: these columns belong to the block that this worker has claimed.
-            unsafe {
-                math::gate(isa, f, g, u, out.part_mut(from + i, col, BLOCK));
-                out.quantise_part(isa, from + i, col, BLOCK);
+        for (unit, gates) in units.zip(gates.chunks(n * PAIR)) {
+            let col = unit * BLOCK;
+            values(out.width() + col, ups);
+            for (i, (g, u)) in gates.chunks(PAIR).zip(ups.chunks(PAIR)).enumerate() {
+                // SAFETY: these columns belong to a block that this worker has claimed.
+                unsafe {
+                    math::gate(isa, f, g, u, out.part_mut(from + i, col, BLOCK));
+                    out.quantise_part(isa, from + i, col, BLOCK);
+                }
             }
         }
     }
