@@ -73,7 +73,7 @@ fn no_capture_changes_a_bit(what: &str, s: &mut Stepper) {
     let ids: Vec<u32> = (0..PROMPT as u32).map(|i| (i * 7919 + 11) % config.vocab as u32).collect();
     let plain = run(s, &ids, &mut None);
     for spec in every_capture(config.layers.len(), config.moe.is_some()) {
-        let mut recording = Some(Recording::new(&spec, &config, PROMPT - STEPS).expect("it fits"));
+        let mut recording = Some(Recording::new(&spec, &config, PROMPT - STEPS, &[]).expect("it fits"));
         let found = run(s, &ids, &mut recording);
         assert_bits(&format!("{what}: {spec:?}"), &found, &plain);
         let tensors = recording.expect("made above").tensors();
