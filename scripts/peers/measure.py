@@ -60,7 +60,7 @@ class Lapidary:
         found["prompt"] = prompt["tokens_per_second"]
         found["decode"] = generate["tokens_per_second"]
         found["decode share of read bandwidth"] = generate["share_of_limit"]
-        found["read bandwidth, GB/s"] = report["read_bandwidth"][0]["bytes_per_second"] / 1e9
+        found["read bandwidth, GB/s"] = generate["limit_tokens_per_second"] * generate["bytes_per_token"] / 1e9
         (whole,) = self.bench(model, threads, "-p", o.prompt, "-n", 0, "--no-tail-skip")["tests"]
         found["prompt, every layer for every token"] = whole["tokens_per_second"]
         if o.depth:

@@ -2,13 +2,14 @@
 //   x1 = x + rms(sum of the planes of y; post)
 //   h  = f(W_gate x1) * inputs[layer]                        256 wide
 //   x  = (x1 + rms(W_proj h; close)) * scalar                stored as the residual
-//   out = rms(x; out gain) in bf16 or float32                the next layer's input
+//   outs = rms(x; their one gain) in bf16 or float32         the next layer's input, or the head's and what is told of it
 // Apart these are four kernels of 2 to 2.5 us each, whatever they read.
 //
 // One cluster of 16 blocks. Block b multiplies strip b of the gate (256 outputs are 16 strips) and n = ceil(strips / 16) strips of the projection;
 // both are copied to its shared memory before the kernel before has ended. Every block norms whole rows for itself; h, which all need whole, and the
 // sums of squares of the two norms behind it go through distributed shared memory, one cluster barrier each. The products are those of forms.cuh with up to
 // eight rows as columns; x1 and h are rounded to bf16 as inputs of the products, nothing else is rounded.
+// The last norm adds up in the order of residual.cuh, for where the residual is steered it is another kernel's work.
 //
 // Traffic: both matrices once, x and y from L2 once a block.
 #include <cooperative_groups.h>
@@ -17,7 +18,7 @@
 #include "common/residual.cuh"
 namespace cg = cooperative_groups;
 
-constexpr int BLOCKS = 16, WIDTH = 256, MOST_ROWS = 8, MOST_J = 5;  // MOST_J: strips of the projection a block over 2: outputs of a lane
+constexpr int BLOCKS = 16, WIDTH = 256, MOST_ROWS = 8, MOST_J = 3;  // MOST_J: fours of outputs of a lane, of up to 320 a block
 
 // Mirrored by PerLayerArgs in src/kernels/per_layer.rs.
 struct PerLayerArgs {
@@ -30,9 +31,9 @@ struct PerLayerArgs {
   const float* proj_scale;
   const float* times;       // [row][ld_times], this layer's 256
   const float* close;
-  NormOut out;              // p null: none
+  NormOut outs[2];          // with one gain
   uint64_t gate_strip_bytes, proj_strip_bytes;
-  int ld_x, rows, width, gate_chunks, proj_chunks, strips, ld_times, activation;  // strips: of the projection
+  int ld_x, rows, width, gate_chunks, proj_chunks, strips, ld_times, activation, n_outs, pad;  // strips: of the projection
   float post_eps, close_eps, out_eps, scalar;
 };
 
@@ -51,8 +52,10 @@ template <class F> __device__ __forceinline__ void per_layer_body(const PerLayer
   float* scratch = (float*)(proj + per * proj_bytes) + warp * 256;        // [8][256]
   float* red = (float*)(proj + per * proj_bytes) + 8 * 256;               // [8][16][8]
   float* norm = red + 8 * 128;                                            // [2][8]
-  float* part = norm + 16;                                                // [2][rows: 8][16 blocks]
-  float* x_own = part + 2 * 8 * BLOCKS;                                   // [rows][own]
+  float* part = norm + 16;                                                // [rows: 8][16 blocks]
+  const int warps = row_warps(a.width), all_strips = warps * ROW_CLUSTER * 8;
+  float* strip = part + 8 * BLOCKS;                                       // [rows][all_strips]: sums of squares of 16 values, zero beyond the width
+  float* x_own = strip + a.rows * all_strips;                             // [rows][own]
   float* y_own = x_own + a.rows * own;
   bf16* hs = (bf16*)(y_own + a.rows * own);                               // [rows][H_STRIDE]
   bf16* xs = hs + a.rows * H_STRIDE;                                      // [rows][x_stride]
@@ -69,6 +72,7 @@ template <class F> __device__ __forceinline__ void per_layer_body(const PerLayer
       bulk_load(proj, a.proj + (size_t)s0 * proj_bytes, mine * proj_bytes, full + 1);
     }
   }
+  for (int i = tid; i < a.rows * all_strips; i += 256) strip[i] = 0.f;
   __syncthreads();
   cl.barrier_arrive();  // waited for before the first write into a peer
   pdl_launch();
@@ -81,13 +85,15 @@ template <class F> __device__ __forceinline__ void per_layer_body(const PerLayer
     const int at = 4 * (tid + 256 * j);
     gp[j] = at < a.width ? *(const float4*)(a.post + at) : make_float4(0, 0, 0, 0);
   }
-  const int base = s0 * 16, outputs = min(mine * 16, a.width - base);  // this block's outputs; warp r has row r of them, a lane every 32nd
-  float gc[2 * MOST_J], go[2 * MOST_J];
+  // This block's outputs; warp r has row r of them, a lane four in a row every 128.
+  const int base = s0 * 16, outputs = min(mine * 16, a.width - base);
+  const bool normed = a.n_outs && a.outs[0].gain;
+  float4 gc[MOST_J], go[MOST_J];
 #pragma unroll
-  for (int j = 0; j < 2 * MOST_J; j++) {
-    const int c = lane + 32 * j;
-    gc[j] = c < outputs ? a.close[base + c] : 0.f;
-    go[j] = c < outputs && a.out.gain ? a.out.gain[base + c] : 1.f;
+  for (int j = 0; j < MOST_J; j++) {
+    const int c = 4 * (lane + 32 * j);
+    gc[j] = c < outputs ? *(const float4*)(a.close + base + c) : make_float4(0, 0, 0, 0);
+    go[j] = c < outputs && normed ? *(const float4*)(a.outs[0].gain + base + c) : make_float4(1, 1, 1, 1);
   }
   pdl_wait();
 
@@ -181,47 +187,68 @@ template <class F> __device__ __forceinline__ void per_layer_body(const PerLayer
   __syncthreads();
 
   // Warp r norms row r of this block's outputs; the blocks' sums of squares meet in all of them.
-  auto row_sum = [&](float s, int turn) {
-    float* at = part + (turn * 8 + warp) * BLOCKS;
-    s = warp_sum(s);
-    if (warp < a.rows && lane < BLOCKS) cl.map_shared_rank(at, lane)[rank] = s;
-    cl.sync();
-    s = 0;
+  const bool has_row = warp < a.rows;
+  float4 x[MOST_J], y[MOST_J];
+  float s = 0;
 #pragma unroll
-    for (int i = 0; i < BLOCKS; i++) s += at[i];
-    return s;
-  };
-  float x[2 * MOST_J], y[2 * MOST_J], s = 0;
-#pragma unroll
-  for (int j = 0; j < 2 * MOST_J; j++) {
-    const int c = lane + 32 * j;
-    const bool on = warp < a.rows && c < outputs;
-    x[j] = on ? x_own[warp * own + c] : 0.f;
-    y[j] = on ? y_own[warp * own + c] : 0.f;
-    s += y[j] * y[j];
+  for (int j = 0; j < MOST_J; j++) {
+    const int c = 4 * (lane + 32 * j);
+    const bool on = has_row && c < outputs;
+    x[j] = y[j] = make_float4(0, 0, 0, 0);
+    if (on) x[j] = *(const float4*)(x_own + warp * own + c);
+    if (on) y[j] = *(const float4*)(y_own + warp * own + c);
+    s += dot4(y[j]);
   }
-  const float f = 1.f / sqrtf(row_sum(s, 0) / a.width + a.close_eps);
+  s = warp_sum(s);
+  float* at = part + warp * BLOCKS;
+  if (has_row && lane < BLOCKS) cl.map_shared_rank(at, lane)[rank] = s;
+  cl.sync();
   s = 0;
 #pragma unroll
-  for (int j = 0; j < 2 * MOST_J; j++) {
-    const int c = lane + 32 * j;
-    x[j] = (x[j] + y[j] * f * gc[j]) * a.scalar;
-    if (warp < a.rows && c < outputs) {
-      a.x[(size_t)warp * a.ld_x + base + c] = x[j];
-      s += x[j] * x[j];
-    }
-  }
-  if (!a.out.p) return;
-  const float q = a.out.gain ? 1.f / sqrtf(row_sum(s, 1) / a.width + a.out_eps) : 1.f;
-  if (warp >= a.rows) return;
+  for (int i = 0; i < BLOCKS; i++) s += at[i];
+  const float f = 1.f / sqrtf(s / a.width + a.close_eps);
 #pragma unroll
-  for (int j = 0; j < 2 * MOST_J; j++) {
-    const int c = lane + 32 * j;
+  for (int j = 0; j < MOST_J; j++) {
+    const int c = 4 * (lane + 32 * j);
+    const float4 v = add4(x[j], scale4(y[j], f, gc[j]));
+    x[j] = make_float4(v.x * a.scalar, v.y * a.scalar, v.z * a.scalar, v.w * a.scalar);
+    if (has_row && c < outputs) *(float4*)(a.x + (size_t)warp * a.ld_x + base + c) = x[j];
+  }
+  if (!a.n_outs) return;
+  float q = 1.f;
+  if (normed) {
+    float* row_strips = strip + warp * all_strips;
+#pragma unroll
+    for (int j = 0; j < MOST_J; j++) {
+      const float u = strip_sum(dot4(x[j]));
+      const int i = (lane >> 2) + 8 * j;
+      // All four lanes of a strip have its sum; each leaves it in four of the blocks.
+      if (has_row && i < mine)
+#pragma unroll
+        for (int b = 0; b < BLOCKS / 4; b++) cl.map_shared_rank(row_strips, (lane & 3) * (BLOCKS / 4) + b)[s0 + i] = u;
+    }
+    cl.sync();
+    if (!has_row) return;
+    auto sum = [&](int i) {
+      if (i >= warps * ROW_CLUSTER) return 0.f;
+      const float4* eight = (const float4*)(row_strips + part_at(i, warps) * 8);
+      return part_of_strips(eight[0], eight[1]);
+    };
+    q = rms_factor(warp_sum(sum(lane) + sum(lane + 32)), 1.f / a.width, a.out_eps);
+  }
+  if (!has_row) return;
+#pragma unroll
+  for (int j = 0; j < MOST_J; j++) {
+    const int c = 4 * (lane + 32 * j);
     if (c >= outputs) continue;
-    const float v = x[j] * q * go[j];
-    const size_t at = (size_t)warp * a.out.ld + base + c;
-    if (a.out.bf16_out) ((bf16*)a.out.p)[at] = __float2bfloat16(v);
-    else ((float*)a.out.p)[at] = v;
+    const float4 v = scale4(x[j], q, go[j]);
+#pragma unroll
+    for (int o = 0; o < 2; o++) {
+      if (o >= a.n_outs) break;
+      const size_t to = (size_t)warp * a.outs[o].ld + base + c;
+      if (a.outs[o].bf16_out) *(uint2*)((bf16*)a.outs[o].p + to) = make_uint2(pack_bf16x2(v.x, v.y), pack_bf16x2(v.z, v.w));
+      else *(float4*)((float*)a.outs[o].p + to) = v;
+    }
   }
 }
 

@@ -28,12 +28,12 @@ struct ResidualArgs {
 
 // One cluster of 8 blocks a row: a single multiprocessor reads 150 KB of planes and gains at 64 bytes a clock, 1.3 us by itself (31B with two
 // branches took 5.7 us so). A thread has four values.
-constexpr int CLUSTER = 8;
+constexpr int CLUSTER = ROW_CLUSTER;
 // Sums of N values over the row, the same bits in every thread. Every warp leaves its part in all blocks of the cluster; `red` is used by no other call.
 template <int N> __device__ __forceinline__ void row_sums(cg::cluster_group& cl, float (&s)[N], float* red) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, all = (blockDim.x >> 5) * CLUSTER, rank = cl.block_rank();
 #pragma unroll
-  for (int i = 0; i < N; i++) s[i] = warp_sum(s[i]);
+  for (int i = 0; i < N; i++) s[i] = part_sum(s[i]);
   if (lane < CLUSTER) {
     float* there = cl.map_shared_rank(red, lane);
 #pragma unroll
@@ -83,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(256) residual(const __grid_constant
   float s[1] = {dot4(x)};
   row_sums(cl, s, red + 192);
   if (!on) return;
-  const float f = 1.f / sqrtf(s[0] * inv + a.eps);
+  const float f = rms_factor(s[0], inv, a.eps);
 #pragma unroll
   for (int o = 0; o < 3; o++) {
     if (o >= a.n_outs) break;

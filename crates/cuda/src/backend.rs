@@ -381,6 +381,11 @@ impl Backend for CudaBackend {
         !self.timings
     }
 
+    fn rows_change_bits(&self) -> bool {
+        // Kernels for few rows add up in another order than those for many.
+        self.packs
+    }
+
     fn upload(&mut self, batch: &Batch) -> Result<()> {
         self.uploaded = false;
         for (what, rows, limit) in [

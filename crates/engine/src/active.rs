@@ -203,6 +203,15 @@ impl Active {
         if certain { Reads::Nothing } else { Reads::Logits }
     }
 
+    /// Whether the device can go on from the token of the largest logit while nobody looks: no guide has a say in it, and
+    /// rows are neither edited nor copied out.
+    pub fn goes_on_alone(&self) -> bool {
+        self.allowed == Next::Free
+            && self.reads() == Reads::Nothing
+            && self.steered.is_none()
+            && self.watch.is_none()
+    }
+
     /// Chooses the token for `position` and tells the guide. `best` is the token with the largest logit; `logits`
     /// are there when [`Active::reads`] asked for them.
     pub fn choose(

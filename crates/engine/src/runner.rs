@@ -21,6 +21,8 @@ pub struct Runner {
     /// By index: whether the device holds a steering set there.
     steer_sets: Vec<bool>,
     profiler: Option<Profiler>,
+    /// What a pass for captures alone left, until the pass that it was made for is collected.
+    captured: Option<Outcome>,
 }
 
 impl Runner {
@@ -41,7 +43,7 @@ impl Runner {
         let plan = kv_plan(&model.config, kv, 1, context, model.limits.rows);
         check_size(&plan)?;
         backend.kv(&plan)?;
-        Ok(Runner { model, backend, plan, steer_sets: Vec::new(), profiler: None })
+        Ok(Runner { model, backend, plan, steer_sets: Vec::new(), profiler: None, captured: None })
     }
 
     /// The model.
@@ -124,7 +126,8 @@ impl Runner {
     /// # Errors
     /// `Backend` with what is wrong with the batch; nothing has run then.
     pub fn run(&mut self, batch: &Batch, shape: &BatchShape) -> Result<Outcome> {
-        self.run_program(batch, shape, &|s, m, shape| forward(s, m, shape))
+        self.start(batch, shape)?;
+        self.collect()
     }
 
     /// Runs any other straight-line program over the model's handles.
@@ -150,7 +153,34 @@ impl Runner {
     /// # Errors
     /// As [`Runner::run`].
     pub fn start(&mut self, batch: &Batch, shape: &BatchShape) -> Result<()> {
-        self.launch(batch, shape, &|s, m, shape| forward(s, m, shape))
+        self.captured = None;
+        if !self.captures_apart(shape) {
+            return self.launch(batch, shape, &|s, m, shape| forward(s, m, shape));
+        }
+        let last_writer = self.model.last_writer;
+        let mut own = batch.clone();
+        own.heads.clear();
+        own.taps.points.retain(|&point| reaches_tail(point, last_writer));
+        let own_shape = BatchShape { head_rows: 0, ..shape.clone() };
+        let captured = self.aside(|runner| {
+            runner.launch(&own, &own_shape, &|s, m, shape| forward(s, m, shape))?;
+            runner.collect()
+        })?;
+        let mut rest = batch.clone();
+        rest.taps.points.retain(|&point| !reaches_tail(point, last_writer));
+        let has_taps = !rest.taps.points.is_empty();
+        let rest_shape = BatchShape { tail: TailRows::Heads, has_taps, ..shape.clone() };
+        self.launch(&rest, &rest_shape, &|s, m, shape| forward(s, m, shape))?;
+        self.captured = Some(captured);
+        Ok(())
+    }
+
+    /// Whether the layers behind the last key and value write run twice: for all rows in a pass of its own, which captures
+    /// are taken from, and for the rows whose logits are wanted as if nothing were captured. Where a row's bits depend on how
+    /// many run beside it, a capture would otherwise change the logits. Keys and values get the same bits both times.
+    fn captures_apart(&self, shape: &BatchShape) -> bool {
+        let some_end_early = (1..shape.rows).contains(&shape.head_rows);
+        shape.tail == TailRows::All && shape.has_taps && some_end_early && self.backend.rows_change_bits()
     }
 
     /// Waits for the pass that was started.
@@ -158,9 +188,14 @@ impl Runner {
     /// # Errors
     /// What went wrong in it.
     pub fn collect(&mut self) -> Result<Outcome> {
-        let outcome = self.backend.collect()?;
+        let mut outcome = self.backend.collect()?;
         if let Some(profiler) = &mut self.profiler {
             profiler.end(outcome.timing.as_ref());
+        }
+        if let Some(captured) = self.captured.take() {
+            outcome.taps.extend(captured.taps);
+            outcome.weight_bytes += captured.weight_bytes;
+            outcome.projections.fill_from(&captured.projections);
         }
         Ok(outcome)
     }

@@ -38,8 +38,10 @@
 //! - **One end.** Each request ends exactly once, with one reason, and a failing row ends one request.
 //!
 //! Deliberately absent: sampling, stop strings and timeouts (the caller cancels), and planning a step while
-//! another runs: at most one plan is in flight.
+//! another runs: at most one plan is in flight. A caller whose device goes on by itself may fill the batch behind it and
+//! take that up once it knows the tokens.
 
+mod ahead;
 mod choose;
 mod pace;
 mod reuse;
@@ -59,6 +61,7 @@ use crate::pages::PagePool;
 use crate::prefix::{Chain, PrefixOptions, PrefixStats, PrefixTree};
 use crate::prompt::{Checked, Prompt, check_token};
 
+pub(crate) use ahead::AheadRow;
 use pace::Pace;
 pub(crate) use reuse::{Left, Wanted};
 use sequence::{Rank, Sequence};

@@ -84,6 +84,11 @@ impl Stepper {
         &self.runner
     }
 
+    /// Gives the device back; what the sequences held is forgotten.
+    pub fn into_runner(self) -> Runner {
+        self.runner
+    }
+
     /// Next position of the single sequence.
     pub fn cursor(&self) -> usize {
         self.single.cursor()

@@ -2,12 +2,14 @@
 //!
 //! ```text
 //! commands -> scheduler.next -> runner.start -> guides -> runner.collect -> tokens -> scheduler.apply -> sinks
+//!                                                      `-> the step behind, where the device works on its own
 //! ```
 //!
 //! What fails is kept to whom it belongs to. A guide, a sampler or a sink that fails or panics ends its request. A
 //! pass that fails takes nobody with it at first: its requests run once more, each alone, and the one that fails
 //! then ends. A panic in the loop itself ends every request there is; the scheduler starts afresh.
 
+mod ahead;
 mod kept;
 mod looks;
 mod reading;
@@ -31,6 +33,7 @@ use crate::prefix::{LoadedPages, Store};
 use crate::request::{EngineEvent, EngineFinish, FailureKind};
 use crate::runner::Runner;
 use crate::scheduler::{EndReason, Plan, Prepared, RequestId, Scheduler, SchedulerEvent, Wanted};
+use ahead::Ahead;
 use kept::open_store;
 
 /// How often an engine looks at the time while all its requests wait for stored pages.
@@ -69,6 +72,8 @@ pub(crate) struct Worker {
     loading: HashMap<RequestId, Box<Prepared>>,
     /// Requests of a pass that failed, to be run alone.
     suspects: VecDeque<RequestId>,
+    /// The pass that was started before the one in front of it was read.
+    ahead: Option<Ahead>,
     batch: Batch,
     /// Rows of the batch at hand whose logits are wanted.
     batch_heads: Vec<i32>,
@@ -101,6 +106,7 @@ impl Worker {
             commands,
             loading: HashMap::new(),
             suspects: VecDeque::new(),
+            ahead: None,
             batch: Batch::default(),
             batch_heads: Vec::new(),
             begun: Instant::now(),
@@ -209,11 +215,13 @@ impl Worker {
     /// One batch.
     fn step(&mut self) {
         let mut batch = mem::take(&mut self.batch);
-        if let Some(plan) = self.plan(&mut batch) {
+        let runs = self.take_up(&mut batch);
+        let started = runs.is_some();
+        if let Some(plan) = runs.or_else(|| self.plan(&mut batch)) {
             self.batch_heads.clone_from(&batch.heads);
             self.announce(&plan);
             self.dress(&plan, &mut batch);
-            match self.forward(&plan, &batch) {
+            match self.forward(&plan, &batch, started) {
                 Ok(outcome) => {
                     self.observe(&plan, &batch, &outcome);
                     self.answer(&plan, &outcome);
@@ -256,21 +264,30 @@ impl Worker {
         }
     }
 
-    /// Runs the batch; guides say meanwhile what comes next, where the device works on its own.
-    fn forward(&mut self, plan: &Plan, batch: &Batch) -> Result<Outcome, FailureKind> {
+    /// Runs the batch, unless it was started before; guides say meanwhile what comes next, where the device works on its
+    /// own, and the step behind may be started too.
+    fn forward(&mut self, plan: &Plan, batch: &Batch, started: bool) -> Result<Outcome, FailureKind> {
         let shape = batch.shape(self.runner.model().layers.len(), self.runner.tail(&batch.taps));
         let start = Instant::now();
-        let begun = guarded(|| self.runner.start(batch, &shape)).and_then(|r| r.map_err(device_failure));
+        let begun = match started {
+            true => Ok(()),
+            false => guarded(|| self.runner.start(batch, &shape)).and_then(|r| r.map_err(device_failure)),
+        };
         let mut device_time = start.elapsed();
         if begun.is_ok() {
             for (id, _) in plan.heads() {
                 let asked = self.active.get_mut(&id).map_or(Ok(()), |a| a.ask_guide());
                 asked.unwrap_or_else(|kind| self.leave(id, EngineFinish::Failed(kind)));
             }
+            self.go_ahead(plan);
         }
         let start = Instant::now();
         let outcome =
             begun.and_then(|()| guarded(|| self.runner.collect()).and_then(|r| r.map_err(device_failure)));
+        match &outcome {
+            Ok(outcome) => self.tell_ahead(&outcome.argmax),
+            Err(_) => self.drop_ahead(),
+        }
         device_time += start.elapsed();
         self.stats.device_time += device_time;
         outcome
@@ -409,6 +426,7 @@ impl Worker {
     fn start_afresh(&mut self, message: &str) {
         self.suspects.clear();
         self.loading.clear();
+        self.drop_ahead();
         self.scheduler = scheduler(&self.runner, &self.options).expect("it was made with these sizes before");
         self.end_all(&EngineFinish::Failed(FailureKind::Panicked(message.to_owned())));
         self.publish();

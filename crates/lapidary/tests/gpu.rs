@@ -12,10 +12,14 @@
 mod ahead;
 #[path = "capture.rs"]
 mod capture;
+#[path = "capture_bits.rs"]
+mod capture_bits;
 #[path = "config.rs"]
 mod config;
 #[path = "determinism.rs"]
 mod determinism;
+#[path = "engine_ahead.rs"]
+mod engine_ahead;
 #[path = "fast_gpu.rs"]
 mod fast_gpu;
 #[path = "fast_hooks.rs"]

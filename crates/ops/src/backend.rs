@@ -179,6 +179,11 @@ pub trait Backend: Send + fmt::Debug {
         false
     }
 
+    /// Whether the bits of a row may depend on how many rows run beside it.
+    fn rows_change_bits(&self) -> bool {
+        false
+    }
+
     /// Takes the next pass's data. The batch has passed [`Batch::check`] and [`Batch::check_steer`], and no row of it
     /// follows the pass before unless the backend [follows](Backend::follows).
     fn upload(&mut self, batch: &Batch) -> Result<()>;

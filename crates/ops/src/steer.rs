@@ -168,4 +168,13 @@ impl Projections {
     pub fn row(&self, row: usize) -> &[f32] {
         self.values.get(row * self.stride..(row + 1) * self.stride).unwrap_or_default()
     }
+
+    /// Takes from another pass over the same batch what this one did not reach.
+    pub fn fill_from(&mut self, other: &Projections) {
+        for (own, &other) in self.values.iter_mut().zip(&other.values) {
+            if own.is_nan() {
+                *own = other;
+            }
+        }
+    }
 }

@@ -36,7 +36,7 @@ pub(crate) struct PerLayer {
     pub gate: Step,
     /// The projection: output, input, matrix.
     pub product: (Act, Act, Mat),
-    /// Makes one copy at most.
+    /// Makes two copies at most, by one norm.
     pub close: Residual,
 }
 
@@ -203,7 +203,8 @@ fn per_layer_at(steps: &[Step]) -> Option<(Step, Vec<Step>, usize)> {
         && *out == hidden
         && first.x == close.x
         && close.y.is_some_and(|c| c.0 == y)
-        && close.outs.len() <= 1
+        && close.outs.len() <= 2
+        && close.outs.iter().all(|o| o.1 == close.outs[0].1)
         && [*x, *out, *raw, y].into_iter().all(|act| is_dead(act, &steps[last + 1..]));
     if !fits {
         return None;

@@ -17,10 +17,6 @@ const DECLARED: usize = 1024;
 /// E2B Q4_K with 4 rows took 1.70 ms a step so and 1.59 with four kernels (one H200, 2026-11-30).
 const FUSED_ROWS: usize = 1;
 
-/// Whether its last norm adds up in the order of the kernel that norms a steered or captured residual. It does not, and hooks must
-/// not change a bit, so the one kernel stays off.
-const NORMS_ALIKE: bool = false;
-
 /// What the gate's step says.
 struct GateStep {
     w: Mat,
@@ -44,8 +40,7 @@ impl CudaOps<'_> {
 
     pub(super) fn fuses_per_layer(&self, p: &PerLayer) -> bool {
         let most = (self.on.context().info.shared_per_block as usize).saturating_sub(DECLARED);
-        NORMS_ALIKE
-            && self.rows <= FUSED_ROWS
+        self.rows <= FUSED_ROWS
             && self.act(p.first.x).width == self.act(p.product.0).width
             && self
                 .per_layer_weights(p)
@@ -67,12 +62,12 @@ impl CudaOps<'_> {
         if (step.layer + 1) * per_layer::WIDTH > all.width as usize {
             return Err(Error::Device(format!("per_layer_gate: no inputs of layer {}", step.layer)));
         }
-        let (mut out, mut out_eps) = (NormOut::NONE, 0.0);
-        if let Some(&(act, norm)) = p.close.outs.first() {
+        let (mut outs, mut out_eps) = ([NormOut::NONE; 2], 0.0);
+        for (to, &(act, norm)) in outs.iter_mut().zip(&p.close.outs) {
             let a = self.act(act);
             crate::ops::same("rms_norm", a.width, x.width)?;
             let gain = norm.map_or(Ok(DevPtr::NULL), |n| self.gain(n.gain, width))?;
-            out = NormOut { p: a.ptr, gain, stride: a.stride, bf16: a.bf16 };
+            *to = NormOut { p: a.ptr, gain, stride: a.stride, bf16: a.bf16 };
             out_eps = norm.map_or(0.0, |n| n.eps);
         }
         let call = Call {
@@ -89,7 +84,7 @@ impl CudaOps<'_> {
             projection,
             close: (self.gain(close.gain, width)?, close.eps),
             scalar: p.close.scalar,
-            out,
+            outs,
             out_eps,
         };
         // SAFETY: widths agree, every buffer holds the rows of every uploaded batch, and gains are as wide as the residual.

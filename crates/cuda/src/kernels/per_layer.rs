@@ -17,7 +17,7 @@ const MAX_HIDDEN: usize = 5120;
 /// Blocks of the one cluster.
 const BLOCKS: usize = 16;
 
-/// `x1 = x + rms(y; post)`, `h = f(W_gate x1) * times`, `x = (x1 + rms(W_proj h; close)) * scalar`, `out = rms(x)`.
+/// `x1 = x + rms(y; post)`, `h = f(W_gate x1) * times`, `x = (x1 + rms(W_proj h; close)) * scalar`, `outs = rms(x)`.
 #[derive(Clone, Copy, Debug)]
 pub struct PerLayer {
     /// float32 `[rows][x_stride]`, read and written.
@@ -46,8 +46,8 @@ pub struct PerLayer {
     pub close: (DevPtr, f32),
     /// Multiplies the sum.
     pub scalar: f32,
-    /// What is made of it.
-    pub out: NormOut,
+    /// What is made of it, the present ones first; both with one gain.
+    pub outs: [NormOut; 2],
     /// Epsilon of that norm.
     pub out_eps: f32,
 }
@@ -64,7 +64,7 @@ struct PerLayerArgs {
     proj_scale: DevPtr,
     times: DevPtr,
     close: DevPtr,
-    out: NormOut,
+    outs: [NormOut; 2],
     gate_strip_bytes: u64,
     proj_strip_bytes: u64,
     ld_x: i32,
@@ -75,6 +75,8 @@ struct PerLayerArgs {
     strips: i32,
     ld_times: i32,
     activation: i32,
+    n_outs: i32,
+    pad: i32,
     post_eps: f32,
     close_eps: f32,
     out_eps: f32,
@@ -112,9 +114,15 @@ fn strips_of_block(projection: PackedShape) -> usize {
     projection.strips().div_ceil(BLOCKS)
 }
 
+/// Strips of 16 values in the order in which a row's squares are added up, those beyond its width included: whole warps of
+/// the eight blocks that norm a residual.
+fn row_strips(width: usize) -> usize {
+    width.div_ceil(8 * 128) * 8 * 8
+}
+
 fn shared(gate: PackedShape, projection: PackedShape, rows: usize) -> usize {
     let per = strips_of_block(projection);
-    let floats = 8 * 256 + 8 * 128 + 16 + 2 * 8 * BLOCKS + 2 * rows * per * 16;
+    let floats = 8 * 256 + 8 * 128 + 16 + 8 * BLOCKS + rows * row_strips(gate.cols) + 2 * rows * per * 16;
     gate.strip_bytes()
         + per * projection.strip_bytes()
         + floats * 4
@@ -153,6 +161,11 @@ pub unsafe fn per_layer(queue: Queue<'_>, call: &PerLayer) -> Result<()> {
     if call.width != gate.cols || !call.x_stride.is_multiple_of(4) || call.y.stride % 4 != 0 {
         return refuse(format!("rows of {} every {} values", call.width, call.x_stride));
     }
+    let outs = call.outs.iter().take_while(|o| o.p != DevPtr::NULL).count();
+    let [first, second] = call.outs;
+    if call.outs[..outs].iter().any(|o| o.stride % 4 != 0) || (outs == 2 && first.gain != second.gain) {
+        return refuse("outputs with two gains, or a stride that is no multiple of 4".into());
+    }
     let args = PerLayerArgs {
         x: call.x,
         y: call.y,
@@ -163,7 +176,7 @@ pub unsafe fn per_layer(queue: Queue<'_>, call: &PerLayer) -> Result<()> {
         proj_scale: call.projection.row_scales,
         times: call.times,
         close: call.close.0,
-        out: call.out,
+        outs: call.outs,
         gate_strip_bytes: gate.strip_bytes() as u64,
         proj_strip_bytes: projection.strip_bytes() as u64,
         ld_x: call.x_stride as i32,
@@ -174,6 +187,8 @@ pub unsafe fn per_layer(queue: Queue<'_>, call: &PerLayer) -> Result<()> {
         strips: projection.strips() as i32,
         ld_times: call.times_stride as i32,
         activation: call.activation as i32,
+        n_outs: outs as i32,
+        pad: 0,
         post_eps: call.post.1,
         close_eps: call.close.1,
         out_eps: call.out_eps,

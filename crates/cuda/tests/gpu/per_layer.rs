@@ -1,9 +1,9 @@
 //! The per-layer branch in one kernel, against float64 with the kernel's two roundings to bf16.
 
 use half::bf16;
-use lapidary_cuda::driver::DevPtr;
+use lapidary_cuda::driver::{Block, DevPtr};
 use lapidary_cuda::kernels::per_layer::{PerLayer, per_layer};
-use lapidary_cuda::kernels::producers::{Branch, NormOut};
+use lapidary_cuda::kernels::producers::{Branch, NormOut, Residual, residual};
 use lapidary_cuda::kernels::skinny_gemm::Gate;
 use lapidary_formats::{Format, Scaling};
 
@@ -21,7 +21,8 @@ fn rounded(x: &[f64]) -> Vec<f32> {
     x.iter().map(|&v| bf16::from_f64(v).to_f32()).collect()
 }
 
-/// One call at `width`, with an output of `out_kind`: 0 none, 1 bf16 normed, 2 float32 normed, 3 float32 as it is.
+/// One call at `width`, with an output of `out_kind`: 0 none, 1 bf16 normed, 2 float32 normed with a bf16 copy, 3 float32
+/// as it is.
 fn branch(
     lab: &Lab,
     format: Format,
@@ -43,11 +44,23 @@ fn branch(
     let gains = [gain(4), gain(5), gain(6)];
     let (device_y, device_times) = (lab.f32(&y), lab.f32(&times));
     let device_gains = gains.each_ref().map(|g| lab.f32(g));
-    let out = lab.poisoned(rows * stride * 4);
+    let [out, copy] = [0; 2].map(|_| lab.poisoned(rows * stride * 4));
+    let [apart, apart_copy] = [0; 2].map(|_| lab.poisoned(rows * stride * 4));
+    // What is made of the residual, into these two buffers.
+    let outs = |out: &Block, copy: &Block| {
+        let gain = if out_kind == 3 { DevPtr::NULL } else { device_gains[2].ptr() };
+        let to = |p: &Block, bf16| NormOut { p: p.ptr(), gain, stride: stride as i32, bf16 };
+        match out_kind {
+            0 => [NormOut::NONE; 2],
+            2 => [to(out, 0), to(copy, 1)],
+            kind => [to(out, i32::from(kind == 1)), NormOut::NONE],
+        }
+    };
     let scalar = 0.7;
     let run = || {
         let device_x = lab.f32(&x);
         lab.poison(&out);
+        lab.poison(&copy);
         let call = PerLayer {
             x: device_x.ptr(),
             x_stride: stride,
@@ -68,17 +81,31 @@ fn branch(
             projection: packed[1].weights(),
             close: (device_gains[1].ptr(), EPS),
             scalar,
-            out: NormOut {
-                p: if out_kind == 0 { DevPtr::NULL } else { out.ptr() },
-                gain: if out_kind == 3 { DevPtr::NULL } else { device_gains[2].ptr() },
-                stride: stride as i32,
-                bf16: i32::from(out_kind == 1),
-            },
+            outs: outs(&out, &copy),
             out_eps: EPS,
         };
         // SAFETY: the buffers are as large as the call says.
         unsafe { per_layer(lab.queue(), &call).unwrap() };
-        (lab.read_f32(&device_x, rows * stride), lab.read(&out, rows * stride * 4))
+        let made = [&out, &copy].map(|b| lab.read(b, rows * stride * 4));
+        // The residual normed by itself, as one that was steered is, has the same bits.
+        let [first, second] = outs(&apart, &apart_copy);
+        let alone = Residual {
+            x: device_x.ptr(),
+            x_stride: stride,
+            rows,
+            width,
+            y: Branch::NONE,
+            z: Branch::NONE,
+            post: DevPtr::NULL,
+            scalar: 1.0,
+            eps: EPS,
+            outs: [first, second, NormOut::NONE],
+        };
+        // SAFETY: as above.
+        unsafe { residual(lab.queue(), &alone).unwrap() };
+        let normed_alone = [&apart, &apart_copy].map(|b| lab.read(b, rows * stride * 4));
+        assert!(made == normed_alone, "{what}: normed where it is made and by itself");
+        (lab.read_f32(&device_x, rows * stride), made)
     };
     let (found, bytes) = run();
     assert!(run() == (found.clone(), bytes.clone()), "{what}: two runs differ");
@@ -183,7 +210,7 @@ fn shapes_that_the_branch_does_not_take_are_refused_by_name() {
         projection: packed[1].weights(),
         close: (nowhere, EPS),
         scalar: 1.0,
-        out: NormOut::NONE,
+        outs: [NormOut::NONE; 2],
         out_eps: EPS,
     };
     // SAFETY: nothing is launched.

@@ -109,6 +109,11 @@ impl Sequence {
         !self.answer.is_empty() && self.pending() == 1
     }
 
+    /// The answer's last token, if it is all that has no keys and values yet.
+    pub fn waits_with(&self) -> Option<u32> {
+        self.answer.last().copied().filter(|_| self.pending() == 1)
+    }
+
     /// Most rows from `from` on, at most `limit`, that split no vision block.
     pub fn fit(&self, from: usize, limit: usize) -> usize {
         let text = self.known().min(from.saturating_add(limit));

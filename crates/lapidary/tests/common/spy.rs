@@ -1,8 +1,10 @@
 //! A backend that passes everything on to another and can be told to change it on the way: a vector at load,
 //! a verb of a pass, a batch. Tests step into known mistakes with it.
 
+use std::collections::VecDeque;
 use std::fmt;
 use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
 use lapidary_engine::{Runner, Stepper};
@@ -89,9 +91,27 @@ pub struct Hooks {
     pub after: Option<Arc<AfterRun>>,
     /// Whether there is no memory to upload a batch, to run it, to read its logits, or to hold a steering set.
     pub starved: Option<Arc<OnMemory>>,
+    /// What the backend says of itself.
+    pub rows_change_bits: bool,
+    /// Makes a device that works on its own of the backend, one whose passes may follow each other, and counts them.
+    pub passes: Option<Arc<Passes>>,
     built: Arc<OnceLock<Model>>,
     /// The verbs that ran, on any worker, in the order of their first appearance since the last look.
     seen: Arc<Mutex<Vec<&'static str>>>,
+}
+
+/// Passes of a backend that works on its own.
+#[derive(Debug, Default)]
+pub struct Passes {
+    all: AtomicUsize,
+    behind: AtomicUsize,
+}
+
+impl Passes {
+    /// All so far, and those of them that were started before the one in front of them was collected.
+    pub fn count(&self) -> (usize, usize) {
+        (self.all.load(Ordering::SeqCst), self.behind.load(Ordering::SeqCst))
+    }
 }
 
 impl fmt::Debug for Hooks {
@@ -179,8 +199,7 @@ pub fn hooked_runner(folder: &Path, on: On, setup: Setup, hooks: &Hooks) -> Runn
     if let Some(change) = &hooks.config {
         change(&mut config);
     }
-    let mut backend: Box<dyn Backend> =
-        Box::new(Spy { inner: on.backend(), hooks: hooks.clone(), batch: Batch::default() });
+    let mut backend: Box<dyn Backend> = Box::new(Spy { hooks: hooks.clone(), ..Spy::new(on.backend()) });
     let limits = Limits { rows: setup.rows, head_rows: setup.head_rows };
     let options = BuildOptions { limits, embed_scale: setup.scale, requantise: Default::default() };
     let mut model =
@@ -197,6 +216,9 @@ struct Spy {
     inner: Box<dyn Backend>,
     hooks: Hooks,
     batch: Batch,
+    /// What passes gave that nobody has collected, and what the last one chose.
+    under_way: VecDeque<Outcome>,
+    chosen: Vec<i32>,
 }
 
 impl Backend for Spy {
@@ -239,8 +261,17 @@ impl Backend for Spy {
     fn timings(&mut self, on: bool) -> Result<()> {
         self.inner.timings(on)
     }
+    fn rows_change_bits(&self) -> bool {
+        self.hooks.rows_change_bits
+    }
+    fn follows(&self) -> bool {
+        self.hooks.passes.is_some()
+    }
     fn upload(&mut self, batch: &Batch) -> Result<()> {
         self.batch = batch.clone();
+        if self.hooks.passes.is_some() {
+            self.follow();
+        }
         if let (Some(change), Some(model)) = (&self.hooks.batch, self.hooks.built.get()) {
             change(model, &mut self.batch);
         }
@@ -254,10 +285,20 @@ impl Backend for Spy {
         if let (Some(after), Some(model)) = (&self.hooks.after, self.hooks.built.get()) {
             after(model, &self.batch, self.inner.as_mut());
         }
+        if let Some(passes) = &self.hooks.passes {
+            passes.all.fetch_add(1, Ordering::SeqCst);
+            passes.behind.fetch_add(usize::from(!self.under_way.is_empty()), Ordering::SeqCst);
+            let outcome = self.inner.collect()?;
+            self.chosen.clone_from(&outcome.argmax);
+            self.under_way.push_back(outcome);
+        }
         Ok(())
     }
     fn collect(&mut self) -> Result<Outcome> {
-        self.inner.collect()
+        match self.hooks.passes {
+            None => self.inner.collect(),
+            Some(_) => self.under_way.pop_front().ok_or_else(|| Error::Device("nothing is under way".into())),
+        }
     }
     fn read(&mut self, act: Act, rows: usize, out: &mut Vec<f32>) -> Result<()> {
         self.inner.read(act, rows, out)
@@ -291,6 +332,24 @@ impl Backend for Spy {
 }
 
 impl Spy {
+    fn new(inner: Box<dyn Backend>) -> Spy {
+        let (hooks, batch) = (Hooks::default(), Batch::default());
+        Spy { inner, hooks, batch, under_way: VecDeque::new(), chosen: Vec::new() }
+    }
+
+    /// Puts the tokens in that the pass before chose, as a device does that looks them up by itself.
+    fn follow(&mut self) {
+        let b = &mut self.batch;
+        let most = if b.follows.is_empty() { 0 } else { 1 };
+        assert!(self.under_way.len() <= most, "{} passes are under way", self.under_way.len());
+        for (row, head) in std::mem::take(&mut b.follows).into_iter().enumerate() {
+            if let Ok(head) = usize::try_from(head) {
+                let token = self.chosen[head].max(0);
+                (b.tokens[row], b.per_layer_tokens[row]) = (token, token);
+            }
+        }
+    }
+
     fn allocates(&self, what: &'static str) -> Result<()> {
         match &self.hooks.starved {
             Some(starved) if starved(what, &self.batch) => {
