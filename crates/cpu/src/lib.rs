@@ -15,6 +15,7 @@ mod attention;
 mod attention_bf16;
 mod backend;
 mod buffers;
+mod cores;
 mod crowd;
 mod decode;
 pub mod footprint;

@@ -3,10 +3,14 @@
 //!
 //! The caller of [`Team::run`] is worker 0. Between parts of a job workers meet at [`Sync::meet`]: they spin
 //! for a bounded while, because the next part is microseconds away, and then sleep, because on a shared
-//! machine the worker that they wait for may need the very core that they spin on. A worker that panics
-//! poisons the meeting point; the others leave at their next meeting, and `run` reports the panic.
+//! machine the worker that they wait for may need the very core that they spin on. A worker that slept sees
+//! to it that it has a [core](crate::cores) of its own. Behind a job a worker stays [awake](AWAKE) for the next, with its core
+//! on offer: threads that hand on the last job's results have it meanwhile and are done when the next begins.
+//!
+//! A worker that panics poisons the meeting point; the others leave at their next meeting, and `run` reports the panic.
 
 use std::any::Any;
+use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -15,10 +19,18 @@ use std::time::{Duration, Instant};
 
 use lapidary_ops::{Error, Result};
 
+use crate::cores::Cores;
 use crate::crowd::{Crowd, waited_for_core};
 
 /// Turns of the spin loop before a waiter sleeps, about 20 microseconds.
 const SPINS: u32 = 2_000;
+
+/// How long a worker stays awake for the next job, which is what a team burns at most: that much of a core's time for each
+/// job and worker but the caller. An engine chooses tokens, plans and hands on in 0.1 to 0.3 ms.
+const AWAKE: Duration = Duration::from_micros(300);
+
+/// Turns of the spin loop between two offers of the core, about a microsecond.
+const TURNS: u32 = 100;
 
 /// Claims that one part of a job may use side by side.
 pub(crate) const COUNTERS: usize = 2;
@@ -45,14 +57,32 @@ impl Signal {
         }
     }
 
-    /// Returns once `done` holds; `done` must become true before an `advance` or `wake_all`.
-    fn wait_until(&self, done: impl Fn() -> bool) {
-        for _ in 0..SPINS {
-            if done() {
-                return;
-            }
-            std::hint::spin_loop();
+    /// Returns once `done` holds, and says whether it slept; `done` must become true before an `advance` or `wake_all`.
+    fn wait_until(&self, done: impl Fn() -> bool) -> bool {
+        let spun = spin(SPINS, &done);
+        if !spun {
+            self.sleep_until(done);
         }
+        !spun
+    }
+
+    /// The same, awake for [`AWAKE`] before it sleeps. Says whether anybody else may have had the core.
+    fn wait_awake_until(&self, done: impl Fn() -> bool) -> bool {
+        if spin(SPINS, &done) {
+            return false;
+        }
+        let from = Instant::now();
+        while from.elapsed() < AWAKE {
+            std::thread::yield_now();
+            if spin(TURNS, &done) {
+                return true;
+            }
+        }
+        self.sleep_until(done);
+        true
+    }
+
+    fn sleep_until(&self, done: impl Fn() -> bool) {
         let mut guard = self.lock.lock().unwrap_or_else(PoisonError::into_inner);
         self.sleepers.fetch_add(1, Ordering::SeqCst);
         while !done() {
@@ -60,6 +90,17 @@ impl Signal {
         }
         self.sleepers.fetch_sub(1, Ordering::SeqCst);
     }
+}
+
+/// Looks whether `done` holds, `turns` times at most.
+fn spin(turns: u32, done: impl Fn() -> bool) -> bool {
+    for _ in 0..turns {
+        if done() {
+            return true;
+        }
+        std::hint::spin_loop();
+    }
+    false
 }
 
 /// Where the workers of a job meet, and the counters that they claim work from.
@@ -71,6 +112,12 @@ pub(crate) struct Sync {
     meetings: Signal,
     poisoned: AtomicBool,
     claims: [AtomicUsize; COUNTERS],
+    cores: Cores,
+}
+
+thread_local! {
+    /// As which worker a thread runs.
+    static WORKER: Cell<usize> = const { Cell::new(0) };
 }
 
 /// Payload of the unwinding by which workers leave a job that another worker's panic has ended.
@@ -84,6 +131,7 @@ impl Sync {
             meetings: Signal::default(),
             poisoned: AtomicBool::new(false),
             claims: Default::default(),
+            cores: Cores::new(workers),
         }
     }
 
@@ -100,15 +148,20 @@ impl Sync {
             self.reset_claims();
             return;
         }
+        let worker = WORKER.get();
+        self.cores.note(worker);
         let before = self.meetings.value.load(Ordering::SeqCst);
         if self.arrived.fetch_add(1, Ordering::AcqRel) + 1 == workers {
             self.arrived.store(0, Ordering::Relaxed);
             self.reset_claims();
             self.meetings.advance();
         } else {
-            self.meetings.wait_until(|| {
+            let slept = self.meetings.wait_until(|| {
                 self.meetings.value.load(Ordering::SeqCst) != before || self.poisoned.load(Ordering::SeqCst)
             });
+            if slept {
+                self.cores.part(worker, workers);
+            }
         }
         if self.poisoned.load(Ordering::SeqCst) {
             resume_unwind(Box::new(Left));
@@ -162,7 +215,8 @@ unsafe impl Send for Job {}
 
 struct Shared {
     sync: Sync,
-    job: Mutex<Option<Job>>,
+    /// With the time at which it started.
+    job: Mutex<Option<(Job, Instant)>>,
     /// By worker, the first left out: jobs that it was called to.
     started: Vec<Signal>,
     finished: Signal,
@@ -238,8 +292,10 @@ impl Team {
             // SAFETY: only the lifetime changes; the wait below ends before `job` does, and workers touch the
             // job only before they report that they are done.
             let job: &'static (dyn Fn(usize) + std::marker::Sync) = unsafe { std::mem::transmute(job) };
-            *shared.job.lock().unwrap_or_else(PoisonError::into_inner) = Some(Job(job));
+            *shared.job.lock().unwrap_or_else(PoisonError::into_inner) = Some((Job(job), start));
             let done = shared.finished.value.load(Ordering::SeqCst) + workers - 1;
+            // The others go by where the caller is.
+            shared.sync.cores.note(0);
             shared.started[..workers - 1].iter().for_each(Signal::advance);
             part(shared, job, 0);
             shared.finished.wait_until(|| shared.finished.value.load(Ordering::SeqCst) == done);
@@ -274,23 +330,33 @@ fn serve(shared: &Shared, id: usize) {
     let started = &shared.started[id - 1];
     let mut seen = 0;
     loop {
-        started.wait_until(|| started.value.load(Ordering::SeqCst) != seen);
+        let away = started.wait_awake_until(|| started.value.load(Ordering::SeqCst) != seen);
         seen += 1;
         if shared.stop.load(Ordering::SeqCst) {
             return;
         }
         let job = *shared.job.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(job) = job {
+        let mut waited = Duration::ZERO;
+        if let Some((job, start)) = job {
+            if away {
+                // What others had of the core before the job started took nothing from it; a worker that is late does.
+                waited = waited_for_core().min(start.elapsed());
+            }
             // SAFETY: `run` keeps the function alive until this worker has reported below.
             part(shared, unsafe { &*job.0 }, id);
         }
-        shared.waited.fetch_add(waited_for_core().as_nanos() as u64, Ordering::Relaxed);
+        waited += waited_for_core();
+        shared.waited.fetch_add(waited.as_nanos() as u64, Ordering::Relaxed);
         shared.finished.advance();
     }
 }
 
 /// One worker's part of a job.
 fn part(shared: &Shared, job: &(dyn Fn(usize) + std::marker::Sync), id: usize) {
+    WORKER.set(id);
+    if id > 0 {
+        shared.sync.cores.part(id, shared.sync.workers());
+    }
     if let Err(payload) = catch_unwind(AssertUnwindSafe(|| job(id))) {
         if !payload.is::<Left>() {
             let mut first = shared.error.lock().unwrap_or_else(PoisonError::into_inner);
@@ -354,6 +420,31 @@ mod tests {
                 .expect("no worker panics");
             }
         }
+    }
+
+    #[test]
+    fn a_worker_stays_awake_for_a_job_that_follows_and_sleeps_when_none_does() {
+        let team = Team::new(2).expect("threads start");
+        let asleep = || team.shared.started[0].sleepers.load(Ordering::SeqCst) > 0;
+        // A worker that another program keeps from its core is late, and sleeps.
+        let awake = (0..50).any(|_| {
+            let followed = (0..20).filter(|_| {
+                team.run(&|_| {}).expect("nothing fails");
+                let from = Instant::now();
+                while from.elapsed() < AWAKE / 2 {
+                    std::hint::spin_loop();
+                }
+                !asleep()
+            });
+            followed.count() >= 15
+        });
+        assert!(awake, "it slept between jobs that followed each other");
+        let from = Instant::now();
+        while !asleep() {
+            assert!(from.elapsed() < Duration::from_secs(20), "it never slept");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        team.run(&|_| {}).expect("it wakes");
     }
 
     #[test]
