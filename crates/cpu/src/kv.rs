@@ -60,7 +60,7 @@ impl KvPools {
                     return Err(Error::Unsupported { device: "cpu".into(), what });
                 }
                 let bytes = group.page_bytes(i).saturating_mul(group.pages);
-                let mut pool = Aligned::zeroed(bytes, "the KV cache")?;
+                let mut pool = Aligned::zeroed_in_steps(bytes, "the KV cache")?;
                 if let Some(held) = self.pools[g].get(i) {
                     let keep = held.len().min(bytes);
                     pool.as_mut_slice()[..keep].copy_from_slice(&held.as_slice()[..keep]);

@@ -86,6 +86,18 @@ impl Aligned {
         Ok(Aligned { start: NonNull::new(start).ok_or_else(none)?, bytes, home: Home::Allocator })
     }
 
+    /// As [`zeroed`](Aligned::zeroed), on small pages where it is large: for what is first written here and there, one piece at a
+    /// time in many blocks. A huge page is cleared when its first byte is written, and blocks that are filled in step
+    /// reach their next one in the same moment.
+    pub fn zeroed_in_steps(bytes: usize, what: &str) -> Result<Aligned> {
+        let block = Aligned::zeroed(bytes, what)?;
+        #[cfg(target_os = "linux")]
+        if let Home::Mapping { _mapping: mapping } = &block.home {
+            mapping.on_small_pages();
+        }
+        Ok(block)
+    }
+
     /// A copy of `bytes`.
     pub fn copy_of(bytes: &[u8], what: &str) -> Result<Aligned> {
         let mut own = Aligned::zeroed(bytes.len(), what)?;
@@ -232,6 +244,12 @@ mod mapping {
             Some(Mapping { start: NonNull::new(first.cast())?, bytes: kept })
         }
 
+        /// Takes back that huge pages were asked for; for a mapping that nobody has touched.
+        pub fn on_small_pages(&self) {
+            // SAFETY: advice about a mapping of ours, which changes nothing in it; without it memory is what it was.
+            unsafe { libc::madvise(self.start.as_ptr().cast(), self.bytes, libc::MADV_NOHUGEPAGE) };
+        }
+
         /// The first byte.
         pub fn start(&self) -> NonNull<u8> {
             self.start
@@ -278,6 +296,23 @@ impl Grow {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn a_block_that_is_filled_in_steps_takes_memory_step_by_step() {
+        let bytes = 64 << 20;
+        let mut block = Aligned::zeroed_in_steps(bytes, "a pool").expect("there is memory");
+        for place in (0..bytes).step_by(2 << 20) {
+            block.as_mut_slice()[place] = 1;
+        }
+        // One flag a page of at least 4 KiB; pages are larger on some machines, and then fewer flags are set.
+        let mut pages = vec![0u8; bytes / 4096];
+        // SAFETY: the block is mapped from a page's border on, and there is a flag for each of its pages.
+        let answer = unsafe { libc::mincore(block.start().cast(), bytes, pages.as_mut_ptr()) };
+        assert_eq!(answer, 0);
+        let taken = pages.iter().filter(|flags| *flags & 1 == 1).count();
+        assert!((32..=64).contains(&taken), "{taken} pages for 32 bytes");
+    }
 
     #[test]
     fn blocks_are_zero_aligned_and_apart_and_outlive_their_slabs() {

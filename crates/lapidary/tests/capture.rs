@@ -252,7 +252,10 @@ fn captures_that_cannot_be_are_refused_by_name() {
     let dense = stepper(&tiny_folder(Variant::Dense), On::Reference, Setup::default());
     let routes = CaptureSpec { what: vec![What::Routes], ..CaptureSpec::default() };
     assert!(
-        Recording::new(&routes, &dense.model().config, 3, &[]).unwrap_err().to_string().contains("no experts")
+        Recording::new(&routes, &dense.model().config, 3, &[])
+            .unwrap_err()
+            .to_string()
+            .contains("no experts")
     );
     let config = g.config();
     assert_eq!(spec("0+2-3").bytes_per_position(config, &[]).unwrap(), 3 * 256 * 4);
