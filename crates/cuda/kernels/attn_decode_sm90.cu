@@ -40,6 +40,12 @@ template <int D, bool FP8, int ST> __host__ __device__ constexpr int attn_smem()
 }
 __device__ __forceinline__ void group_sync(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); }
 __device__ __forceinline__ void warps_sync() { asm volatile("bar.sync 3, 256;" ::: "memory"); }
+// The same, and whether `one` holds for any thread.
+__device__ __forceinline__ bool warps_or(bool one) {
+  uint32_t any;
+  asm volatile("{\n.reg .pred p, q;\nsetp.ne.u32 p, %1, 0;\nbar.red.or.pred q, 3, 256, p;\nselp.u32 %0, 1, 0, q;\n}" : "=r"(any) : "r"((uint32_t)one) : "memory");
+  return any;
+}
 __device__ __forceinline__ void store4(bf16* to, float4 v) { *(uint2*)to = make_uint2(pack_bf16x2(v.x, v.y), pack_bf16x2(v.z, v.w)); }
 
 // out or workspace = the sum of the CS parts received, this block's slice of D.
@@ -98,7 +104,7 @@ template <int D, bool FP8, int ST> __device__ __forceinline__ void attn_body(con
   const int p0 = first + pages * (int)blockIdx.x / splits, n = first + pages * ((int)blockIdx.x + 1) / splits - p0;
 
   if (tid == 256) {
-    for (int i = 0; i < ST; i++) { mbar_init(kfull + i, 1); mbar_init(vfull + i, 1); mbar_init(kempty + i, 4); mbar_init(vempty + i, 4); }
+    for (int i = 0; i < ST; i++) { mbar_init(kfull + i, 1); mbar_init(vfull + i, 1); mbar_init(kempty + i, 128); mbar_init(vempty + i, 128); }
     fence_barrier_init();
     fence_proxy_async();
   }
@@ -180,7 +186,7 @@ template <int D, bool FP8, int ST> __device__ __forceinline__ void attn_body(con
       w[0] = s4[0][0] + s4[1][0]; w[SW] = s4[0][1] + s4[1][1]; w[8] = s4[0][2] + s4[1][2]; w[SW + 8] = s4[0][3] + s4[1][3];
     }
     __syncwarp();
-    if (lane == 0) mbar_arrive(kempty + slot);
+    mbar_arrive(kempty + slot);
     group_sync(grp);
 
     // Head g, tokens 16 ks + 2t, +1, +8, +9: the order of the B fragment.
@@ -244,7 +250,7 @@ template <int D, bool FP8, int ST> __device__ __forceinline__ void attn_body(con
       }
     }
     __syncwarp();
-    if (lane == 0) mbar_arrive(vempty + slot);
+    mbar_arrive(vempty + slot);
   }
 
   // The second group leaves its part in the ring, the first adds it to its own and pushes the sum to the peers: each takes a slice of D.
@@ -291,7 +297,7 @@ template <int D, bool FP8, int ST> __device__ __forceinline__ void attn_body(con
   else if (cs == 4) combine<D, 4>(a, out, part, ml, unit, group, rank, clus, clusters);
   else combine<D, 8>(a, out, part, ml, unit, group, rank, clus, clusters);
   if (clusters > 1) {
-    __shared__ bool last;
+    bool last = false;
     __threadfence();
     warps_sync();
     if (tid == 0) {
@@ -300,7 +306,7 @@ template <int D, bool FP8, int ST> __device__ __forceinline__ void attn_body(con
       if (last) *c = 0;
       __threadfence();
     }
-    warps_sync();
+    last = warps_or(last);
     if (last)
       for (int e = tid; e < group * DS / 4; e += 256) {
         const int h = e / (DS / 4), d = rank * DS + e % (DS / 4) * 4;

@@ -180,8 +180,8 @@ template <class F, int CW, int NS, int MS> __device__ __forceinline__ void row_b
   const int plane = blockIdx.y, u0 = blockIdx.x, ustep = gridDim.x;
   const int c0 = min(plane * a.cut, a.chunks), c1 = min(c0 + a.cut, a.chunks);
   if (threadIdx.x == 256) {
-    for (int i = 0; i < NS; i++) { mbar_init(full + i, 1); mbar_init(empty + i, 8); }
-    for (int i = 0; i < 2; i++) { mbar_init(rfull + i, 256); mbar_init(rempty + i, 1); }
+    for (int i = 0; i < NS; i++) { mbar_init(full + i, 1); mbar_init(empty + i, 256); }
+    for (int i = 0; i < 2; i++) { mbar_init(rfull + i, 256); mbar_init(rempty + i, 32); }
     fence_barrier_init();
     fence_proxy_async();
   }
@@ -280,7 +280,7 @@ template <class F, int CW, int NS, int MS> __device__ __forceinline__ void row_b
         r.sums += R::GROUP * r.sums_step;
       }
       __syncwarp();
-      if (lane == 0) mbar_arrive(empty + slot);
+      mbar_arrive(empty + slot);
       if (++slot == NS) { slot = 0; parity ^= 1; }
     }
     // The columns, then the warps that shared the strips' inputs, in warp order; one warp in turn adds and writes, the others go on.
@@ -322,7 +322,7 @@ template <class F, int CW, int NS, int MS> __device__ __forceinline__ void row_b
       }
     }
     __syncwarp();
-    if (lane == 0) mbar_arrive(rempty + buf);
+    mbar_arrive(rempty + buf);
   }
 }
 

@@ -93,8 +93,8 @@ __device__ __forceinline__ void skinny_body(const SkinnyArgs& a, int u0, int ust
   const int side_plane = n_side ? (v >= side.per_group) + (v >= 2 * side.per_group) : 0, side_first = n_side ? (v - side_plane * side.per_group) << lunit : 0;
   const int side_c0 = n_side ? min(side_plane * side.cut, side.chunks) : 0, side_c1 = n_side ? min(side_c0 + side.cut, side.chunks) : 0;
   if (threadIdx.x == 256) {
-    for (int i = 0; i < NS; i++) { mbar_init(full + i, 1); mbar_init(empty + i, 8); }
-    for (int i = 0; i < 2; i++) { mbar_init(rfull + i, 256); mbar_init(rempty + i, reducers); }
+    for (int i = 0; i < NS; i++) { mbar_init(full + i, 1); mbar_init(empty + i, 256); }
+    for (int i = 0; i < 2; i++) { mbar_init(rfull + i, 256); mbar_init(rempty + i, reducers * 32); }
     fence_barrier_init();
     fence_proxy_async();
   }
@@ -311,7 +311,7 @@ __device__ __forceinline__ void skinny_body(const SkinnyArgs& a, int u0, int ust
         for (; j + 1 < mine; j += 2) { chunk(0); chunk(1); }
       for (; j < mine; j++) chunk(0);
       __syncwarp();
-      if (lane == 0) mbar_arrive(empty + slot);
+      mbar_arrive(empty + slot);
       if (++slot == NS) { slot = 0; parity ^= 1; }
     }
     // Sum over the warps that shared the strips' inputs, in warp order. No barrier: the warps go on to the next unit, one of them in turn (all, for
@@ -327,7 +327,7 @@ __device__ __forceinline__ void skinny_body(const SkinnyArgs& a, int u0, int ust
         if (SETS == 2) { float4 o = *(float4*)acc[SETS - 1][ms][n]; s.x += o.x; s.y += o.y; s.z += o.z; s.w += o.w; }
         *(float4*)(rb + ((warp * MS + ms) * NT + n) * 128 + lane * 4) = s;
       }
-    mbar_arrive(rfull + buf);  // every lane for itself: racecheck does not follow a warp's writes through one lane's arrival
+    mbar_arrive(rfull + buf);
     const int turn = (warp - it) & 7;
     if (turn >= reducers) continue;
     mbar_wait(rfull + buf, phase);
@@ -359,7 +359,7 @@ __device__ __forceinline__ void skinny_body(const SkinnyArgs& a, int u0, int ust
       }
     }
     __syncwarp();
-    if (lane == 0) mbar_arrive(rempty + buf);
+    mbar_arrive(rempty + buf);
   }
 }
 
