@@ -106,7 +106,7 @@ fn no_capture_changes_a_bit_of_the_processors_fast_mode() {
 #[cfg(feature = "cuda")]
 #[test]
 fn no_capture_changes_a_bit_of_a_gpus_modes() {
-    use lapidary::synth::{Mix, Size, SynthOptions, write};
+    use lapidary::synth::Size;
     use lapidary_formats::Format;
     if common::gpu().is_none() {
         return;
@@ -119,20 +119,13 @@ fn no_capture_changes_a_bit_of_a_gpus_modes() {
         }
     }
     for (size, format, layers) in [(Size::E2b, Format::Q4K, None), (Size::Moe26b, Format::Fp8E4M3, Some(3))] {
-        let folder = tempfile::tempdir().expect("a temporary folder");
-        let path = folder.path().join("header.gguf");
-        let options = SynthOptions { layers, sparse: true, ..SynthOptions::default() };
-        write(size, Mix::Bf16, &path, &options, &mut |_, _| {}).expect("the file is written");
         let options = LoadOptions {
             context: Some(120),
             chunk: CHUNK,
-            compute: Compute::Fast,
-            device,
             random_weights: Some(format),
             ..LoadOptions::default()
         };
-        let checkpoint = Checkpoint::open(&path).expect("the file opens");
-        let mut s = load_stepper(&checkpoint, &options, &mut |_| {}).expect("it loads");
+        let mut s = common::random_on_gpu(size, layers, options);
         no_capture_changes_a_bit(size.name(), &mut s);
     }
 }

@@ -9,11 +9,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use common::client::{drawn, greedy, run, submit};
 use common::dense::{Fixed, ON, alone, dense, drained, finish, prompt, setup, start};
 use common::drive::{name, tiny_folder};
-use common::spy::{Hooks, Passes, Verb, hooked_runner};
+use common::spy::{Hooks, Passes, hooked_runner, poisoned_where};
 use lapidary_engine::{
     Allowed, EngineFinish, EngineRequest, FailureKind, Guide, GuideError, StopCause, Verdict,
 };
-use lapidary_ops::Batch;
 use lapidary_reference::tiny::Variant;
 
 fn works_alone(mut hooks: Hooks) -> (Hooks, Arc<Passes>) {
@@ -130,23 +129,7 @@ fn a_row_that_is_not_finite_and_passes_that_fail_end_nobody_else() {
     let [first, second] = requests().map(|r| alone(&dense(), &r).0);
     // The first's eleventh token makes a row that is not finite; the row is one of a step that was queued early.
     let (token, position) = (first[10].token as i32, 30);
-    let mut hooks = Hooks::batch(move |model, batch: &mut Batch| {
-        for row in 0..batch.tokens.len() {
-            if (batch.tokens[row], batch.positions[row]) == (token, position) {
-                batch.soft_rows.push(row as i32);
-                batch.soft_values.extend(std::iter::repeat_n(f32::MAX, model.config.hidden));
-            }
-        }
-    });
-    hooks.verb = Hooks::verb(|_, verb, s| {
-        verb.run(s);
-        if let Verb::Embed(x, ..) = verb {
-            s.inject_soft(x);
-            s.scale(x, 4.0);
-            s.scale(x, 0.25);
-        }
-    })
-    .verb;
+    let mut hooks = poisoned_where(move |t, p| (t, p) == (token, position));
     // And every fifth pass of several rows finds no memory.
     let runs = AtomicUsize::new(0);
     hooks.starved = Hooks::starved(move |what, batch| {
@@ -171,29 +154,23 @@ fn a_gpus_streams_are_those_of_its_stepper() {
     use std::ops::ControlFlow;
     use std::time::Instant;
 
-    use lapidary::synth::{Mix, Size, SynthOptions, write};
-    use lapidary::{Checkpoint, Device, LoadOptions, load_stepper};
+    use lapidary::LoadOptions;
+    use lapidary::synth::Size;
     use lapidary_engine::{Engine, EngineOptions};
     use lapidary_formats::Format;
     if common::gpu().is_none() {
         return;
     }
     for (size, format) in [(Size::E2b, Format::Q4K), (Size::E2b, Format::Bf16), (Size::E4b, Format::Bf16)] {
-        let folder = tempfile::tempdir().expect("a temporary folder");
-        let path = folder.path().join("header.gguf");
-        let options = SynthOptions { sparse: true, ..SynthOptions::default() };
-        write(size, Mix::Bf16, &path, &options, &mut |_, _| {}).expect("the file is written");
-        let checkpoint = Checkpoint::open(&path).expect("the file opens");
         let context = 1000;
         let options = LoadOptions {
             context: Some(context),
             chunk: 256,
             head_rows: 16,
             random_weights: Some(format),
-            device: Device::Cuda { ordinal: 0 },
             ..LoadOptions::default()
         };
-        let mut s = load_stepper(&checkpoint, &options, &mut |_| {}).expect("it loads");
+        let mut s = common::random_on_gpu(size, None, options);
         let (ids, steps) = ((0..512).map(|i| i * 7919 % 262_144).collect::<Vec<u32>>(), 256);
         let (mut expected, mut paces) = (Vec::new(), [0.0; 2]);
         for (ahead, pace) in [true, true, false].into_iter().zip([0, 0, 1]) {

@@ -290,19 +290,13 @@ fn hooks_change_no_bit_of_one_row_or_of_three() {
         (Size::E4b, Format::Q4K, None),
         (Size::Dense31b, Format::Fp8E4M3, Some(2)),
     ] {
-        let folder = tempfile::tempdir().expect("a temporary folder");
-        let path = folder.path().join("header.gguf");
-        let options = SynthOptions { layers, sparse: true, ..SynthOptions::default() };
-        write(size, Mix::Bf16, &path, &options, &mut |_, _| {}).expect("the file is written");
         let options = LoadOptions {
             context: Some(60),
             chunk: 40,
             random_weights: Some(format),
-            device: Device::Cuda { ordinal: 0 },
             ..LoadOptions::default()
         };
-        let checkpoint = Checkpoint::open(&path).expect("the file opens");
-        let mut s = load_stepper(&checkpoint, &options, &mut |_| {}).expect("it loads");
+        let mut s = common::random_on_gpu(size, layers, options);
         let (what, layers) = (size.name(), s.model().config.layers.len());
         let vocab = s.model().config.vocab;
         let set_of = |layer, width| {
@@ -455,18 +449,12 @@ fn what_hooks_cost() {
     if common::gpu().is_none() {
         return;
     }
-    let folder = tempfile::tempdir().expect("a temporary folder");
-    let path = folder.path().join("header.gguf");
-    let options = SynthOptions { sparse: true, ..SynthOptions::default() };
-    write(Size::Moe26b, Mix::Bf16, &path, &options, &mut |_, _| {}).expect("a header is written");
     let options = LoadOptions {
         context: Some(700),
-        device: Device::Cuda { ordinal: 0 },
         random_weights: Some(lapidary::Format::Fp8E4M3),
         ..LoadOptions::default()
     };
-    let checkpoint = Checkpoint::open(&path).expect("the file opens");
-    let mut s = load_stepper(&checkpoint, &options, &mut |_| {}).expect("it loads");
+    let mut s = common::random_on_gpu(Size::Moe26b, None, options);
     let (layer, width) = (15, s.model().config.hidden);
     let edit = SteerEdit::new(layer, SteerMode::Ablate, 0.01, &values(1, width)).unwrap();
     let set = SteerSet { edits: vec![edit] };

@@ -56,6 +56,24 @@ fn gpu_required() -> bool {
     std::env::var_os("LAPIDARY_REQUIRE_GPU").is_some_and(|v| v == "1")
 }
 
+/// A model of published shape with random weights that the GPU makes for itself, cut to `layers`; `options` say of which
+/// format.
+#[cfg(feature = "cuda")]
+pub fn random_on_gpu(
+    size: lapidary::synth::Size,
+    layers: Option<usize>,
+    options: lapidary::LoadOptions,
+) -> lapidary::Stepper {
+    use lapidary::synth::{Mix, SynthOptions, write};
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let path = folder.path().join("header.gguf");
+    let header = SynthOptions { layers, sparse: true, ..SynthOptions::default() };
+    write(size, Mix::Bf16, &path, &header, &mut |_, _| {}).expect("the header is written");
+    let checkpoint = lapidary::Checkpoint::open(&path).expect("the file opens");
+    let options = lapidary::LoadOptions { device: lapidary::Device::Cuda { ordinal: 0 }, ..options };
+    lapidary::load_stepper(&checkpoint, &options, &mut |_| {}).expect("it loads")
+}
+
 /// The first GPU where there is one and this build can use it.
 pub fn gpu() -> Option<On> {
     #[cfg(feature = "cuda")]

@@ -165,11 +165,16 @@ pub const POISON: u32 = 77;
 
 /// Any row with token 77 gets an embedding of infinities, which the first norm turns into no number.
 pub fn poisoned() -> Hooks {
+    poisoned_where(|token, _| token == POISON as i32)
+}
+
+/// The same for rows of which `is_poison` holds, of their token and position.
+pub fn poisoned_where(is_poison: impl Fn(i32, i32) -> bool + Send + Sync + 'static) -> Hooks {
     // A batch must be finite when it arrives, so the last step to infinity is taken inside the pass; other
     // rows come back from it exactly.
-    let mut hooks = Hooks::batch(|model, batch: &mut Batch| {
+    let mut hooks = Hooks::batch(move |model, batch: &mut Batch| {
         for row in 0..batch.tokens.len() {
-            if batch.tokens[row] == POISON as i32 {
+            if is_poison(batch.tokens[row], batch.positions[row]) {
                 batch.soft_rows.push(row as i32);
                 batch.soft_values.extend(std::iter::repeat_n(f32::MAX, model.config.hidden));
             }
