@@ -17,6 +17,7 @@ use crate::fast::{self, Tiles};
 use crate::flight::{Flight, Pending};
 use crate::graphs::{Graphs, Left, Plan};
 use crate::hooks::Hooks;
+use crate::kernels::draw;
 use crate::kernels::heads::{self, Cell};
 use crate::kernels::step::Follow;
 use crate::kv::KvPools;
@@ -381,6 +382,10 @@ impl Backend for CudaBackend {
         !self.timings
     }
 
+    fn draws(&self, vocab: usize) -> bool {
+        vocab <= draw::MOST_LOGITS
+    }
+
     fn rows_change_bits(&self) -> bool {
         // Kernels for few rows add up in another order than those for many.
         self.packs
@@ -413,7 +418,9 @@ impl Backend for CudaBackend {
 
     fn run(&mut self, shape: &BatchShape, program: &(dyn Fn(&mut dyn Ops) + Sync)) -> Result<()> {
         let batch = &self.upload.batch;
-        if !self.uploaded || (shape.rows, shape.head_rows) != (batch.tokens.len(), batch.heads.len()) {
+        let drawn = batch.draws.iter().any(Option::is_some);
+        let own = (batch.tokens.len(), batch.heads.len(), drawn);
+        if !self.uploaded || (shape.rows, shape.head_rows, shape.drawn) != own {
             return Err(Error::Device("the pass to run is not of the shape of the uploaded batch".into()));
         }
         self.context.bind()?;
