@@ -71,6 +71,8 @@ pub struct MemoryUse {
     pub weights: usize,
     /// Weights used in place from a memory map.
     pub mapped: usize,
+    /// Weights in the host's memory, where a device with memory of its own reads them.
+    pub host: usize,
     /// Activations and scratch.
     pub activations: usize,
     /// Keys and values.
