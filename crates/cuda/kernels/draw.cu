@@ -3,8 +3,8 @@
 // fused with a sum, so both choose the same token.
 //
 // Each block finds the best top-k of its part; the last block of a row to finish finds the best of those. A logit and its id make one number, the
-// greater the better the token, and the k-th greatest is found bit by bit from the top: each step counts the numbers that are not below a bound. No two
-// are equal, so the search ends with k exactly; most end early. Traffic: the logits once.
+// greater the better the token, and the k-th greatest is found two bits at a time from the top: each step counts the numbers that are not below three
+// bounds. No two are equal, so the search ends with k exactly; most end early. Traffic: the logits once.
 #include <cstdint>
 
 constexpr int THREADS = 256, WARPS = THREADS / 32, PART = 4096, MOST_PARTS = 128, MOST_KEPT = 64;
@@ -35,33 +35,49 @@ __device__ __forceinline__ float logit_of(uint64_t rank) {
 }
 
 // The least of the k greatest numbers of the block, or 1 if there are no more than k beside zeros.
-template <int N> __device__ uint64_t bound_of(const uint64_t (&rank)[N], int k, int (&sums)[2][WARPS]) {
+template <int N> __device__ uint64_t bound_of(const uint64_t (&rank)[N], int k, uint64_t (&sums)[2][WARPS]) {
   int turn = 0;
-  auto count = [&](uint64_t bound) {
-    int n = 0;
+  // How many are not below each bound, 21 bits apart.
+  auto count = [&](auto reaches) {
+    uint32_t low = 0, high = 0;
 #pragma unroll
-    for (int i = 0; i < N; i++) n += rank[i] >= bound;
-    n = __reduce_add_sync(~0u, n);
-    if ((threadIdx.x & 31) == 0) sums[turn][threadIdx.x >> 5] = n;
+    for (int i = 0; i < N; i++) {
+      low += (uint32_t)reaches(rank[i], 1) + ((uint32_t)reaches(rank[i], 2) << 16);
+      high += reaches(rank[i], 3);
+    }
+    low = __reduce_add_sync(~0u, low);
+    high = __reduce_add_sync(~0u, high);
+    if ((threadIdx.x & 31) == 0) sums[turn][threadIdx.x >> 5] = (uint64_t)(low & 0xffff) | (uint64_t)(low >> 16) << 21 | (uint64_t)high << 42;
     __syncthreads();
-    int all = 0;
+    uint64_t all = 0;
 #pragma unroll
     for (int w = 0; w < WARPS; w++) all += sums[turn][w];
     turn ^= 1;  // written again only after another meeting
     return all;
   };
-  if (count(1) <= k) return 1;
+  if ((int)(count([](uint64_t rank, int) { return rank != 0; }) & 0x1fffff) <= k) return 1;
   uint64_t bound = 0;
-  for (int bit = 63; bit >= 0; bit--) {
-    const int n = count(bound | 1ull << bit);
-    if (n >= k) bound |= 1ull << bit;
-    if (n == k) break;
+  auto two_bits = [&](uint64_t counts, int bit) {  // whether the bound is known
+#pragma unroll
+    for (int step = 3; step >= 1; step--) {
+      const int n = (int)(counts >> 21 * (step - 1) & 0x1fffff);
+      if (n < k) continue;
+      bound |= (uint64_t)step << bit;
+      return n == k;
+    }
+    return false;
+  };
+  for (int bit = 62; bit >= 32; bit -= 2) {  // logits first, which are mostly enough
+    const uint32_t high = bound >> 32, one = 1u << (bit - 32);
+    if (two_bits(count([&](uint64_t rank, int step) { return (uint32_t)(rank >> 32) >= (high | one * step); }), bit)) return bound;
   }
+  for (int bit = 30; bit >= 0; bit -= 2)
+    if (two_bits(count([&](uint64_t rank, int step) { return rank >= (bound | (uint64_t)step << bit); }), bit)) return bound;
   return bound;
 }
 
 // The greatest k numbers of the block, in no order, then zeros.
-template <int N> __device__ void keep_best(const uint64_t (&rank)[N], int k, uint64_t* kept, int& n, int (&sums)[2][WARPS]) {
+template <int N> __device__ void keep_best(const uint64_t (&rank)[N], int k, uint64_t* kept, int& n, uint64_t (&sums)[2][WARPS]) {
   if (threadIdx.x < MOST_KEPT) kept[threadIdx.x] = 0;
   if (threadIdx.x == 0) n = 0;
   const uint64_t bound = bound_of(rank, k, sums);
@@ -107,7 +123,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) draw(const __grid_constant
   __shared__ uint64_t kept[MOST_KEPT];
   __shared__ float by_id[MOST_KEPT], by_rank[MOST_KEPT];
   __shared__ int ids[MOST_KEPT], rank_by_id[MOST_KEPT];
-  __shared__ int sums[2][WARPS], n;
+  __shared__ uint64_t sums[2][WARPS];
+  __shared__ int n;
   __shared__ float max;
   __shared__ bool last;
   const int r = blockIdx.y, tid = threadIdx.x, parts = gridDim.x;
@@ -177,6 +194,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) draw(const __grid_constant
     int worst = count - 1;
     if (top_p < 1.f) {
       double total = 0, sum = 0;
+#pragma unroll 8
       for (int i = 0; i < count; i++) total = __dadd_rn(total, (double)by_id[i]);
       const double mass = __dmul_rn((double)top_p, total);
       for (int i = 0; i < count; i++) {

@@ -108,7 +108,9 @@ fn l04_the_per_layer_table_in_the_hosts_memory_changes_no_token() {
         println!("E2B {format}: {:.0} tokens/s, with the table on the host {:.0}", rates[0], rates[1]);
         assert!(said[0] == said[1], "{format}: other tokens");
         assert_eq!(device.host, 0, "{format}");
-        assert_eq!(device.weights - host.weights, host.host.next_multiple_of(256), "{format}");
+        // Small parts of a table lie in blocks of 64 MiB with others.
+        let gone = device.weights - host.weights;
+        assert!(gone <= host.host && gone + (64 << 20) >= host.host, "{format}: {gone} of {}", host.host);
         assert!(host.host >= 262_144 * 35 * 256 / 2, "{format}: {}", host.host);
     }
 }
