@@ -38,8 +38,9 @@ mod backend;
 #[cfg(feature = "cuda")]
 mod buffers;
 #[cfg(feature = "cuda")]
-pub mod driver;
+mod draw;
 #[cfg(feature = "cuda")]
+pub mod driver;
 mod error;
 #[cfg(feature = "cuda")]
 mod fast;
