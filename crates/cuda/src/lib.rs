@@ -41,6 +41,7 @@ mod buffers;
 mod draw;
 #[cfg(feature = "cuda")]
 pub mod driver;
+#[cfg(feature = "cuda")]
 mod error;
 #[cfg(feature = "cuda")]
 mod fast;
