@@ -31,6 +31,9 @@ use f32::{Bf16, F16, RowsView, dots};
 
 /// Weight rows of a tile; [`PAIR`] of them pass x together.
 pub(crate) const TILE: usize = 16;
+/// Pairs of tiles that are multiplied before anything is done to their results: a function of few values is one long chain
+/// of operations that wait for each other, and loads of the next weights queue up behind it.
+pub(crate) const RUN: usize = 32;
 /// Rows of x between two writes of a tile's results.
 pub(crate) const X_BLOCK: usize = 64;
 /// Rows of x up to which half-width weights are multiplied without being decoded to memory first.
@@ -117,17 +120,23 @@ impl CpuOps<'_> {
             // SAFETY: the meeting before this verb ended all writes to x, and nobody writes it during the verb.
             let inputs = unsafe { Inputs::of(x, from, n) }.rounded(isa, w, &mut scratch.halves);
             let rows = tiles.start * TILE..(tiles.end * TILE).min(part.weights.rows());
-            for first in rows.clone().step_by(PAIR) {
-                let rows = PAIR.min(rows.end - first);
-                tile_values(isa, &part.weights, first, rows, inputs, &mut scratch.tile, results);
-                for (i, values) in results.chunks_mut(PAIR).take(n).enumerate() {
-                    let values = &mut values[..rows];
-                    if let Some(cap) = softcap {
-                        math::softcap(isa, values, cap);
+            for first in rows.clone().step_by(RUN * PAIR) {
+                let run = first..rows.end.min(first + RUN * PAIR);
+                for first in run.clone().step_by(PAIR) {
+                    let rows = PAIR.min(run.end - first);
+                    tile_values(isa, &part.weights, first, rows, inputs, &mut scratch.tile, results);
+                    for (i, values) in results.chunks(PAIR).take(n).enumerate() {
+                        let col = part.first_row + first;
+                        // SAFETY: these columns belong to the tiles that this worker has claimed.
+                        unsafe { out.part_mut(from + i, col, rows) }.copy_from_slice(&values[..rows]);
                     }
-                    let col = part.first_row + first;
-                    // SAFETY: these columns belong to the tiles that this worker has claimed.
-                    unsafe { out.part_mut(from + i, col, rows) }.copy_from_slice(values);
+                }
+                if let Some(cap) = softcap {
+                    for i in 0..n {
+                        let col = part.first_row + run.start;
+                        // SAFETY: as above.
+                        math::softcap(isa, unsafe { out.part_mut(from + i, col, run.len()) }, cap);
+                    }
                 }
             }
         }
