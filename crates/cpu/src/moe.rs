@@ -8,6 +8,7 @@ use std::ops::Range;
 
 use lapidary_ops::{Act, ExpertSpec, RouteSpec};
 
+use crate::ahead::Division;
 use crate::buffers::Buffer;
 use crate::int8::PAIR;
 use crate::int8::activations::{BLOCK, QuantRows, quantise_at, row_bytes};
@@ -77,6 +78,7 @@ impl CpuOps<'_> {
             experts: std::mem::take(&mut self.scratch.experts),
         };
         plan.group(routes, self.rows, spec);
+        self.begin_product(spec.gate_up, Division::Chosen);
         if self.worker == 0 {
             // The system reads ahead while workers multiply with what it has already.
             for &(expert, ..) in plan.experts.iter().take(WANTED) {
@@ -91,6 +93,7 @@ impl CpuOps<'_> {
         self.gate_and_up(x, gate_up, spec, &plan, choices);
         self.meet();
         self.down(down, spec, &plan, choices);
+        self.end_product(spec.gate_up);
         self.meet();
         for r in self.own_rows() {
             // SAFETY: the row is this worker's; writes to the routes and the workspace have ended.

@@ -6,9 +6,10 @@
 
 use std::ops::Range;
 
-use lapidary_ops::{Act, Activation};
+use lapidary_ops::{Act, Activation, Mat};
 
 use super::{Inputs, RUN, TILE, rows_at_once, tile_values};
+use crate::ahead::Division;
 use crate::buffers::Buffer;
 use crate::int8::PAIR;
 use crate::int8::activations::BLOCK;
@@ -27,14 +28,16 @@ impl CpuOps<'_> {
     }
 
     /// `gated_linear`, where `can_gate`.
-    pub(crate) fn gated_product(&mut self, out: Act, x: Act, w: &Matrix, f: Activation) {
+    pub(crate) fn gated_product(&mut self, out: Act, x: Act, mat: Mat, f: Activation) {
         self.enter(Scope::Shared);
+        self.begin_product(mat, Division::Gate);
+        let w = self.pass.mat(mat);
         assert!(out != x, "a gate into its own input");
         let (out, x) = (self.act(out), self.act(x));
         assert_eq!(x.width(), w.cols, "{} and {}", x.spec.name, out.spec.name);
         let units = out.width() / BLOCK;
         let run = if self.reads_weights_once() { RUN } else { 1 };
-        while let Some(claim) = self.claim_weights(1, units) {
+        for claim in self.claims(1, units) {
             let block = rows_at_once(&w.part_of(0).weights, x, self.rows);
             for from in (0..self.rows).step_by(block) {
                 let n = block.min(self.rows - from);
@@ -48,6 +51,7 @@ impl CpuOps<'_> {
                 self.scratch.halves = halves;
             }
         }
+        self.end_product(mat);
     }
 
     /// Blocks `units` of the columns of the inputs, which are rows `from` and on: all gate rows, then all up rows, since each

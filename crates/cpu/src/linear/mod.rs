@@ -16,8 +16,9 @@ mod neon;
 use std::ops::Range;
 
 use lapidary_formats::Scales;
-use lapidary_ops::{Act, Format};
+use lapidary_ops::{Act, Format, Mat};
 
+use crate::ahead::Division;
 use crate::buffers::Buffer;
 use crate::int8::PAIR;
 use crate::int8::activations::QuantRows;
@@ -82,14 +83,16 @@ impl<'a> Inputs<'a> {
 
 impl CpuOps<'_> {
     /// `linear` and `logits`.
-    pub(crate) fn product(&mut self, out: Act, x: Act, w: &Matrix, softcap: Option<f32>) {
+    pub(crate) fn product(&mut self, out: Act, x: Act, mat: Mat, softcap: Option<f32>) {
         self.enter(Scope::Shared);
+        self.begin_product(mat, Division::Tiles);
+        let w = self.pass.mat(mat);
         let (out, x) = (self.act(out), self.act(x));
         assert!(x.width() == w.cols && out.width() == w.rows, "{} and {}", x.spec.name, out.spec.name);
         // The counter runs over the tiles of all parts, one part after the other.
         let tiles = |p: &Part| p.weights.rows().div_ceil(TILE);
         let total: usize = w.parts.iter().map(tiles).sum();
-        while let Some(claim) = self.claim_weights(PAIR / TILE, total) {
+        for claim in self.claims(PAIR / TILE, total) {
             let mut first = 0;
             for part in &w.parts {
                 let own = claim.start.max(first)..claim.end.min(first + tiles(part));
@@ -99,6 +102,7 @@ impl CpuOps<'_> {
                 first += tiles(part);
             }
         }
+        self.end_product(mat);
     }
 
     /// Tiles `tiles` of a part for every row of x.
