@@ -317,7 +317,7 @@ impl Choice {
             let inputs = shape.chunks().div_ceil(self.planes) * shape.form.chunk_inputs();
             let own =
                 ns * 8 * cw * strips * shape.form.chunk_bytes() + 2 * 8 * strips * 64 + (2 * ns + 4) * 8;
-            return own + 64 + (inputs / 32).next_multiple_of(4) * 4 + inputs * 2;
+            return own + inputs / 16 * 4 + inputs * 2;
         }
         let (cw, ns) = ring(shape.form, strips == 2).expect("chosen only where there is one");
         let scratch = if matches!(shape.form, Form::Q4K | Form::Q5K) { 1024 } else { 0 };
