@@ -77,7 +77,7 @@ struct RowNibbles {
   static __device__ __forceinline__ uint32_t x_at(int g, int t) { return (g & 1) * 32 + t * 4; }
   static __device__ __forceinline__ uint32_t x_scales_at(int t) { return t * 8; }
   // The bytes of eight inputs, from `at` on of a block: low nibbles' inputs in front of high nibbles', so that both are read into the registers where they belong.
-  static __device__ __forceinline__ void store(uint8_t* block, int at, uint2 v) {
+  static __device__ __forceinline__ void store(uint8_t* block, uint32_t at, uint2 v) {
     *(uint32_t*)(block + at / 2) = v.x;
     *(uint32_t*)(block + 16 + at / 2) = v.y;
   }
@@ -187,7 +187,7 @@ template <> struct RowForm<Nvfp4> {
   static __device__ __forceinline__ uint32_t scales_at(int g, int t) { return 512 + (4 * g + t) * 2; }
   static __device__ __forceinline__ uint32_t x_at(int g, int t) { return t * 32 + (g & 1) * 16; }
   static __device__ __forceinline__ uint32_t x_scales_at(int t) { return t * 4; }
-  static __device__ __forceinline__ void store(uint8_t* block, int at, uint2 v) { *(uint2*)(block + at) = v; }
+  static __device__ __forceinline__ void store(uint8_t* block, uint32_t at, uint2 v) { *(uint2*)(block + at) = v; }
   static __device__ __forceinline__ uint32_t positive(uint32_t s, uint32_t zero) { return pick(0x04030200u ^ zero, 0x0d090705u, s); }
   static __device__ __forceinline__ uint32_t negative(uint32_t s, uint32_t zero) { return pick(0xfdfeff00u ^ zero, 0xf4f8fafcu, s); }
   template <int MS, int C, bool FULL> static __device__ __forceinline__ void multiply(const RowPlaces& r, float (&acc)[MS][2], B& b) {
@@ -336,7 +336,7 @@ template <class F, int CW, int NS, int MS> __device__ __forceinline__ void row_b
       float scale, sum;
       row_bytes<R>(v[j], hi, lo, scale, sum);
       if (k >= kx) continue;
-      const int block = k / R::BLOCK, at = k % R::BLOCK;
+      const uint32_t block = (uint32_t)k / R::BLOCK, at = k % (uint32_t)R::BLOCK;
       R::store(xs + block * 2 * R::BLOCK, at, hi);
       R::store(xs + block * 2 * R::BLOCK + R::BLOCK, at, lo);
       if (at) continue;
