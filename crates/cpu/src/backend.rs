@@ -354,6 +354,7 @@ impl Backend for CpuBackend {
             weights: self.mats.iter().map(Matrix::bytes).sum::<usize>()
                 + self.gains.iter().map(|g| g.len() * size_of::<f32>()).sum::<usize>(),
             mapped: self.mats.iter().map(Matrix::mapped).sum(),
+            host: 0,
             activations: self.acts.iter().map(Buffer::bytes).sum::<usize>()
                 + workspace
                 + self.scratch.iter().map(lock).sum::<usize>(),

@@ -246,7 +246,7 @@ fn half_values(
             let count = TILE.min(rows - from);
             bf16::decode_fp8(isa, &codes[from * k..(from + count) * k], values);
             let w = RowsView { values: &*values, stride: k, count };
-            bf16::dots(isa, x, w, block_scales(from), k, &mut out[from..], PAIR, Ahead::Bytes(0));
+            bf16::dots(isa, x, w, block_scales(from), k, &mut out[from..], PAIR, Ahead::Nothing);
         }
     }
     let scale = |row: usize| match scales {
