@@ -5,10 +5,10 @@
 // a pair of bf16. When x is brought to shared memory, each of the weights' blocks (16 or 32 inputs) becomes integers of 16 bits under a power of two of its
 // own, and each integer two signed bytes: x = scale (256 hi + lo). The bytes of block j stand in columns 2 j and 2 j + 1 alone, zeros in the others, so
 // that the sums of four blocks come out side by side in one accumulator, exact, and are scaled once, by the lane that holds them. The sums of x that
-// the offsets need are made with the integers. Packed bytes are the same (forms.cuh).
+// the offsets need are made with the integers. Packed bytes are those of skinny.cuh (forms.cuh).
 //
 // An input that is at least 2^-6 of its block's largest keeps all of a bf16's bits, a smaller one is off by at most 2^-15 of the largest. A block
-// with an input that is not finite gets a scale of NaN, and so every output.
+// with an input that is not finite gets a scale of NaN, and so every output. Sums of a block stay finite for inputs up to 2^115.
 //
 // Units, planes, ring and producer are those of skinny.cuh. Instructions for 1,024 weights, loop included, and times: docs/performance.md.
 #pragma once
