@@ -277,8 +277,13 @@ fn gate_and_up_are_multiplied_where_they_meet() {
     }
 }
 
+/// What an input becomes, by its place.
+type Inputs<'a> = &'a dyn Fn(usize, f32) -> f32;
+/// A row of weights and its sizes, as [`decode`] gives them.
+type Row = (Vec<f32>, Vec<f32>);
+
 /// One row's sums of a matrix of every format that has integers for x, for inputs made from the random ones by their place.
-fn one_row(x_of: impl Fn(usize, f32) -> f32, see: impl Fn(&str, Format, &[f32], &(Vec<f32>, Vec<f32>), f32)) {
+fn one_row(x_of: impl Fn(usize, f32) -> f32, see: impl Fn(&str, Format, &[f32], &Row, f32)) {
     let Some(lab) = Lab::new() else { return };
     for format in [Format::Nvfp4, Format::GgufNvfp4, Format::Q4_0, Format::Int4G32, Format::Q4_1, Format::Q4K]
     {
@@ -313,7 +318,7 @@ fn one_row(x_of: impl Fn(usize, f32) -> f32, see: impl Fn(&str, Format, &[f32], 
 fn one_row_of_any_finite_inputs_is_multiplied_within_its_blocks_rounding() {
     // The largest bf16 below a power of two does not fit the integers of that power; 2^-133 is the least bf16.
     let largest = 255.0 / 128.0;
-    let cases: [(&str, &dyn Fn(usize, f32) -> f32); 9] = [
+    let cases: [(&str, Inputs); 9] = [
         ("zeros", &|_, _| 0.0),
         ("zeros but for a block", &|i, v| if i / 32 == 7 { v } else { 0.0 }),
         ("one input far above its block's", &|i, v| if i % 32 == 9 { 5e4 * v } else { v }),
