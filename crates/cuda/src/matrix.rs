@@ -71,7 +71,8 @@ impl Matrix {
         let packed =
             PackOptions { arena: store.arena, staging: store.staging, random: tiles.as_deref_mut(), tied }
                 .pack(parts, group_rows)?;
-        let gathers = packed.as_ref().is_some_and(|p| p.gathers(parts, is_random));
+        // A router is multiplied with in float32 whatever its packed form can do.
+        let gathers = tied == Tied::Yes && packed.as_ref().is_some_and(|p| p.gathers(parts, is_random));
         let (file, floats) = match (&packed, tiles) {
             (Some(_), _) if !keeps_file_form(rows, group_rows, tied) || gathers => (None, None),
             (_, Some(tiles)) => (Some(Matrix::random_rows(store, tiles, (rows, cols), tied)?), None),
