@@ -298,7 +298,7 @@ template <class F, int CW, int NS, int MS> __device__ __forceinline__ void row_b
           const int j = i >= run ? i - run : i;
           if (j >= n) continue;
           const int strip = first + j + (i >= run ? total : 0);
-          bulk_load(sm + slot * STAGE + i * cps * F::CB, a.w + strip * a.strip_bytes + (size_t)c * F::CB, have * F::CB, full + slot);
+          bulk_load_once(sm + slot * STAGE + i * cps * F::CB, a.w + strip * a.strip_bytes + (size_t)c * F::CB, have * F::CB, full + slot);
         }
         if (++slot == NS) { slot = 0; parity ^= 1; }
       }
