@@ -13,6 +13,7 @@
 //
 // Traffic: both matrices once, x and y from L2 once a block.
 #include <cooperative_groups.h>
+#include <cstdio>
 
 #include "common/forms.cuh"
 #include "common/residual.cuh"
@@ -40,11 +41,16 @@ struct PerLayerArgs {
 // h's rows are padded by 16 bytes, so that eight rows' reads fall into different banks; so are x's.
 constexpr int H_STRIDE = WIDTH + 8;
 
-template <class F> __device__ __forceinline__ void per_layer_body(const PerLayerArgs& a) {
+__device__ int clk_count;
+__device__ __forceinline__ long long gtime() { long long t; asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t)); return t; }
+#define STAMP(i) do { if (CLK && tid == 0) st[i] = clock64(); } while (0)
+template <class F, bool CLK> __device__ __forceinline__ void per_layer_body(const PerLayerArgs& a) {
   constexpr int PIECES = F::KC / 64;
   extern __shared__ __align__(128) uint8_t sm[];
   cg::cluster_group cl = cg::this_cluster();
   const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3, rank = cl.block_rank();
+  long long st[12];
+  STAMP(0);
   const int per = (a.strips + BLOCKS - 1) / BLOCKS, s0 = min(rank * per, a.strips), mine = min(per, a.strips - s0), own = per * 16, x_stride = a.width + 8;
   const uint32_t gate_bytes = (uint32_t)a.gate_strip_bytes, proj_bytes = (uint32_t)a.proj_strip_bytes;
   uint8_t* gate = sm;
@@ -95,7 +101,9 @@ template <class F> __device__ __forceinline__ void per_layer_body(const PerLayer
     gc[j] = c < outputs ? *(const float4*)(a.close + base + c) : make_float4(0, 0, 0, 0);
     go[j] = c < outputs && normed ? *(const float4*)(a.outs[0].gain + base + c) : make_float4(1, 1, 1, 1);
   }
+  STAMP(1);
   pdl_wait();
+  STAMP(2);
 
   const int output = tid & 15, to = tid >> 4;  // of the gate's strip, and the block that this thread hands it to
   float times[MOST_ROWS];
@@ -132,6 +140,7 @@ template <class F> __device__ __forceinline__ void per_layer_body(const PerLayer
     }
   }
   __syncthreads();
+  STAMP(3);
 
   const int row = min(g, a.rows - 1);  // columns beyond the rows repeat the last row: no column touches another
   auto product = [&](const uint8_t* strip, const bf16* x, int first, int step, int chunks, float (&acc)[1][1][4]) {
@@ -152,6 +161,7 @@ template <class F> __device__ __forceinline__ void per_layer_body(const PerLayer
   };
   float acc[1][1][4] = {};
   mbar_wait(full, 0);
+  STAMP(4);
   product(gate, xs + row * x_stride, warp, 8, a.gate_chunks, acc);
   {
     float(&s)[4] = acc[0][0];
@@ -160,6 +170,7 @@ template <class F> __device__ __forceinline__ void per_layer_body(const PerLayer
   }
   const float scale = a.gate_scale ? __ldg(a.gate_scale + rank * 16 + output) : 1.f;
   __syncthreads();
+  STAMP(5);
   cl.barrier_wait();
   {
     bf16* there = cl.map_shared_rank(hs, to);
@@ -173,8 +184,10 @@ template <class F> __device__ __forceinline__ void per_layer_body(const PerLayer
     }
   }
   cl.sync();
+  STAMP(6);
 
   if (mine) mbar_wait(full + 1, 0);
+  STAMP(7);
   for (int s = warp; s < mine; s += 8) {
     float acc[1][1][4] = {};
     product(proj + s * proj_bytes, hs + row * H_STRIDE, 0, 1, a.proj_chunks, acc);
@@ -185,6 +198,7 @@ template <class F> __device__ __forceinline__ void per_layer_body(const PerLayer
     }
   }
   __syncthreads();
+  STAMP(8);
 
   // Warp r norms row r of this block's outputs; the blocks' sums of squares meet in all of them.
   const bool has_row = warp < a.rows;
@@ -203,6 +217,7 @@ template <class F> __device__ __forceinline__ void per_layer_body(const PerLayer
   float* at = part + warp * BLOCKS;
   if (has_row && lane < BLOCKS) cl.map_shared_rank(at, lane)[rank] = s;
   cl.sync();
+  STAMP(9);
   s = 0;
 #pragma unroll
   for (int i = 0; i < BLOCKS; i++) s += at[i];
@@ -228,6 +243,7 @@ template <class F> __device__ __forceinline__ void per_layer_body(const PerLayer
         for (int b = 0; b < BLOCKS / 4; b++) cl.map_shared_rank(row_strips, (lane & 3) * (BLOCKS / 4) + b)[s0 + i] = u;
     }
     cl.sync();
+    STAMP(10);
     if (!has_row) return;
     auto sum = [&](int i) {
       if (i >= warps * ROW_CLUSTER) return 0.f;
@@ -250,10 +266,19 @@ template <class F> __device__ __forceinline__ void per_layer_body(const PerLayer
       else *(float4*)((float*)a.outs[o].p + to) = v;
     }
   }
+  if (CLK && tid == 0) {
+    st[11] = clock64();
+    if (rank == 0 || rank == 9) {
+      const int n = rank == 0 ? atomicAdd(&clk_count, 1) : *(volatile int*)&clk_count;
+      if (n % 211 < 2)
+        printf("PL r%d n%d pre %d waited %d | norm %d gate_w %d gate %d hx %d proj_w %d proj %d sums %d strips %d out %d\n", rank, n, (int)(st[1] - st[0]), (int)(st[2] - st[1]), (int)(st[3] - st[2]), (int)(st[4] - st[3]),
+               (int)(st[5] - st[4]), (int)(st[6] - st[5]), (int)(st[7] - st[6]), (int)(st[8] - st[7]), (int)(st[9] - st[8]), (int)(st[10] - st[9]), (int)(st[11] - st[10]));
+    }
+  }
 }
 
 #define PER_LAYER(NAME, F) \
-  extern "C" __global__ void __launch_bounds__(256) per_layer_##NAME(const __grid_constant__ PerLayerArgs a) { per_layer_body<F>(a); }
+  extern "C" __global__ void __launch_bounds__(256) per_layer_##NAME(const __grid_constant__ PerLayerArgs a) { per_layer_body<F, false>(a); }
 PER_LAYER(bf16, Bf16)
 PER_LAYER(fp8, Fp8)
 PER_LAYER(fp8_block, Fp8Block)
@@ -266,3 +291,5 @@ PER_LAYER(int8_min, Int8Min)
 PER_LAYER(q4_k, Q4K)
 PER_LAYER(q5_k, Q5K)
 PER_LAYER(sub16, Sub16)
+extern "C" __global__ void __launch_bounds__(256) per_layer_clk_bf16(const __grid_constant__ PerLayerArgs a) { per_layer_body<Bf16, true>(a); }
+extern "C" __global__ void __launch_bounds__(256) per_layer_clk_q4_k(const __grid_constant__ PerLayerArgs a) { per_layer_body<Q4K, true>(a); }

@@ -6,7 +6,10 @@ use lapidary_ops::PAGE_TOKENS;
 
 use crate::driver::{DevPtr, Kernel};
 use crate::error::{Error, Result};
+use crate::kernels::producers::{Finish, HeadsArgs};
 use crate::launch::{Args, Queue, Shape};
+
+const FAMILY: &str = "attn_decode_sm90";
 
 /// How the fast attention kernels keep one layer's keys and values: `[page][kv head][K, V][token][head_dim]`, where
 /// the 16-byte pieces of a token's row are permuted by the token's place.
@@ -121,6 +124,16 @@ struct AttnArgs {
 // SAFETY: mirrors `AttnArgs` in kernels/attn_decode_sm90.cu.
 unsafe impl Args for AttnArgs {}
 
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct OwnHeadsArgs {
+    attn: AttnArgs,
+    heads: HeadsArgs,
+}
+
+// SAFETY: mirrors `OwnHeadsArgs` in kernels/attn_decode_sm90.cu.
+unsafe impl Args for OwnHeadsArgs {}
+
 /// Blocks of one row and kv head, as clusters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Split {
@@ -180,6 +193,40 @@ fn maxima(units: usize, s: Split) -> usize {
 /// All pointers are what their fields say, 16-byte aligned, and stay so until the work is done. The columns name pages
 /// of the pool only, and every row sees its own position.
 pub unsafe fn attn_decode(queue: Queue<'_>, call: &AttnDecode) -> Result<()> {
+    // SAFETY: the caller's.
+    unsafe { launch(queue, call, None) }
+}
+
+/// The same for rows whose heads are not finished: what [`finish`](super::producers::finish) and [`attn_decode`] one after the
+/// other do, with the bits that they have, in one kernel. `finish.q`, `call.q` and `finish.store_q` are not looked at, queries
+/// are left nowhere.
+///
+/// # Errors
+/// As both.
+///
+/// # Safety
+/// As both. Every row is its sequence's only one of the pass: none reads another's key or value.
+pub unsafe fn finish_and_attend(queue: Queue<'_>, finish: &Finish, call: &AttnDecode) -> Result<()> {
+    let fits = finish.rows == call.rows
+        && finish.heads == call.heads
+        && finish.pages == call.pages
+        && (!finish.writes || finish.pool == call.pool);
+    if !fits {
+        let what = format!("{} rows of {} heads finished for {}", finish.rows, finish.heads, call.rows);
+        return Err(Error::Shape { kernel: "attn_own", what });
+    }
+    // SAFETY: the caller's.
+    unsafe { launch(queue, call, Some(finish)) }
+}
+
+/// Behind the shared memory of attention: queries in bf16, the row's own key and value (attn_decode_sm90.cu).
+fn own_bytes(pages: PageShape) -> usize {
+    8 * (pages.head_dim + 32) * 2 + 2 * pages.head_dim * pages.value_bytes()
+}
+
+/// # Safety
+/// As [`attn_decode`] or [`finish_and_attend`].
+unsafe fn launch(queue: Queue<'_>, call: &AttnDecode, finish: Option<&Finish>) -> Result<()> {
     let d = call.pages.head_dim;
     if !call.pages.supports(call.heads)
         || !call.q_stride.is_multiple_of(8)
@@ -216,18 +263,24 @@ pub unsafe fn attn_decode(queue: Queue<'_>, call: &AttnDecode) -> Result<()> {
         scale: call.scale,
         v_scale: call.v_scale,
     };
-    let (entry, stages) = match (d, call.pages.fp8) {
-        (256, false) => ("attn_decode_256_bf16", 4),
-        (256, true) => ("attn_decode_256_fp8", 4),
-        (_, false) => ("attn_decode_512_bf16", 2),
-        (_, true) => ("attn_decode_512_fp8", 4),
+    let (entry, own, stages) = match (d, call.pages.fp8) {
+        (256, false) => ("attn_decode_256_bf16", "attn_own_256_bf16", 4),
+        (256, true) => ("attn_decode_256_fp8", "attn_own_256_fp8", 4),
+        (_, false) => ("attn_decode_512_bf16", "attn_own_512_bf16", 2),
+        (_, true) => ("attn_decode_512_fp8", "attn_own_512_fp8", 4),
     };
     let ring = stages * 2 * PAGE_TOKENS * d * call.pages.value_bytes();
     let shared = ring + 2 * 2 * 2 * 8 * 40 * 4 + 8 * d * 4 + 9 * 16 * 4 + 4 * stages * 8;
     let grid = [(s.cluster * s.clusters) as u32, per_row as u32, call.rows as u32];
-    let shape = Shape::grid(grid, 288).shared(shared as u32).cluster(s.cluster as u32).dependent();
+    let shape = Shape::grid(grid, 288).cluster(s.cluster as u32).dependent();
+    let Some(finish) = finish else {
+        // SAFETY: the caller's; the shape is the kernel's own.
+        return unsafe { queue.launch(Kernel::new(FAMILY, entry), shape.shared(shared as u32), &args) };
+    };
+    let args = OwnHeadsArgs { attn: args, heads: finish.arguments()? };
+    let shape = shape.shared((shared + own_bytes(call.pages)) as u32);
     // SAFETY: the caller's; the shape is the kernel's own.
-    unsafe { queue.launch(Kernel::new("attn_decode_sm90", entry), shape, &args) }
+    unsafe { queue.launch(Kernel::new(FAMILY, own), shape, &args) }
 }
 
 #[cfg(test)]

@@ -154,6 +154,12 @@ pub unsafe fn per_layer(queue: Queue<'_>, call: &PerLayer) -> Result<()> {
         Form::Q5K => "per_layer_q5_k",
         Form::Sub16 => "per_layer_sub16",
     };
+    let clk = std::env::var("SMALL").is_ok_and(|v| v.contains('c'));
+    let entry = match entry {
+        "per_layer_bf16" if clk => "per_layer_clk_bf16",
+        "per_layer_q4_k" if clk => "per_layer_clk_q4_k",
+        e => e,
+    };
     let most = queue.kernels.get(Kernel::new(FAMILY, entry))?.max_dynamic_shared;
     if let Some(what) = refuses(gate, projection, call.rows, most as usize) {
         return refuse(what);
