@@ -28,7 +28,8 @@ struct AttnArgs {
   float* ws;           // [unit][cluster][8][D]
   float* ws_ml;        // [unit][cluster][block of the cluster][8][2]
   unsigned* counters;  // [unit][block of the cluster], zero between launches
-  int ld_q, ld_out, heads, kv_heads, window, clusters, rows;  // window 0: all keys; clusters: at most, of one unit
+  int ld_q, ld_out, kv_heads, window, clusters, rows;  // window 0: all keys; clusters: at most, of one unit
+  int group, subs, lcs;  // query heads of a unit, units of a kv head, log2 of the blocks of a cluster
   float scale, v_scale;
 };
 // With the heads of the row finished here. Mirrored by OwnHeadsArgs in src/kernels/attn_decode.rs.
@@ -59,6 +60,7 @@ __device__ __forceinline__ void store4(bf16* to, float4 v) { *(uint2*)to = make_
 template <int D, int CS>
 __device__ __forceinline__ void combine(const AttnArgs& a, bf16* out, const float* part, const float* ml, size_t unit, int group, int rank, int clus, int clusters) {
   constexpr int DS = D / CS;
+#pragma unroll 1
   for (int e = threadIdx.x; e < group * DS / 4; e += 256) {  // four neighbours of D a thread
     const int h = e / (DS / 4), d = e % (DS / 4) * 4;
     float M = -INFINITY, L = 0;
@@ -101,23 +103,24 @@ template <int D, bool FP8, int ST, bool OWN> __device__ __forceinline__ void att
   static_assert(ST % 2 == 0 && attn_smem<D, FP8, ST>() % 64 == 0);
   const int tid = threadIdx.x, lane = tid & 31, g = lane >> 2, t = lane & 3;
   const int grp = tid >> 7, warp = tid >> 5 & 3;
-  // A unit is a row and up to 8 query heads of one kv head.
-  const int all_heads = a.heads / a.kv_heads, group = min(all_heads, 8), subs = all_heads / group;
-  const int kvh = blockIdx.y / subs, head0 = kvh * all_heads + blockIdx.y % subs * group, active = blockIdx.z;
-  const int row = a.at.map ? a.at.map[active] : active;
-  const int position = a.at.positions[row], len = a.at.visible_to[row], lo = a.window ? max(0, position + 1 - a.window) : 0;
+  // A unit is a row and up to 8 query heads of one kv head. Divisions are rare here: one costs 40 cycles and more, which every launch would wait for.
+  const int group = a.group, kvh = a.subs == 1 ? blockIdx.y : blockIdx.y / a.subs, sub = blockIdx.y - kvh * a.subs, head0 = (kvh * a.subs + sub) * group;
+  const int active = blockIdx.z, row = a.at.map ? a.at.map[active] : active;
+  const int position = a.at.positions[row], len = a.at.visible_to[row], table = a.at.table[row], lo = a.window ? max(0, position + 1 - a.window) : 0;
   const int first = lo / PAGE, pages = (len + PAGE - 1) / PAGE - first;
   cg::cluster_group cl = cg::this_cluster();
-  const int cs = cl.num_blocks(), rank = cl.block_rank(), clus = blockIdx.x / cs;
+  const int cs = 1 << a.lcs, rank = cl.block_rank(), clus = blockIdx.x >> a.lcs;
   // Another cluster costs a round trip through global memory: worth it from 48 pages on, at two pages a block and more. All blocks decide alike.
-  const int clusters = pages < 48 ? 1 : min(a.clusters, max(1, pages / (2 * cs)));
+  const int clusters = pages < 48 ? 1 : min(a.clusters, max(1, pages >> (a.lcs + 1)));
   if (clus >= clusters) { pdl_launch(); return; }
-  const int splits = clusters * cs;
-  const int p0 = first + pages * (int)blockIdx.x / splits, n = first + pages * ((int)blockIdx.x + 1) / splits - p0;
+  auto part_from = [&](int block) { return first + (clusters == 1 ? pages * block >> a.lcs : pages * block / (clusters << a.lcs)); };
+  const int p0 = part_from(blockIdx.x), n = part_from(blockIdx.x + 1) - p0;
   // The run's page with the row's own key, and the place in it. A row without a cell reads what is there.
   const int own_cell = OWN && of.kv_heads ? of.cell[row] : -1, own_token = position % PAGE;
   const int own_page = own_cell >= 0 ? position / PAGE - p0 : -1;
 
+  const int* ids_at = a.at.pages + table;
+  int ids = grp == 2 && lane < n ? ids_at[p0 + lane] : 0;  // the producer's, 32 at a time, so that no copy waits for one
   if (tid == 256) {
     for (int i = 0; i < ST; i++) { mbar_init(kfull + i, 1); mbar_init(vfull + i, 1); mbar_init(kempty + i, 128); mbar_init(vempty + i, 128); }
     fence_barrier_init();
@@ -126,14 +129,13 @@ template <int D, bool FP8, int ST, bool OWN> __device__ __forceinline__ void att
   __syncthreads();
   cl.barrier_arrive();  // waited for before the first write into a peer
   pdl_launch();
-  if (grp == 2) {  // the producer; page ids 32 at a time, so that no copy waits for one
+  if (grp == 2) {  // the producer
     // No row of this pass writes an earlier page of the sequence; where the one row finishes its own key, nobody reads what this pass writes.
     const int fresh = OWN && of.kv_heads ? 0x7fffffff : max(0, position + 1 - a.rows) / PAGE;
-    const int* ids_at = a.at.pages + a.at.table[row];
-    int ids = 0, parity = 1, slot = 0;
+    int parity = 1, slot = 0;
     bool waited = false;
     for (int i = 0; i < n; i++) {
-      if (i % 32 == 0) ids = i + lane < n ? ids_at[p0 + i + lane] : 0;
+      if (i && i % 32 == 0) ids = i + lane < n ? ids_at[p0 + i + lane] : 0;
       const int id = __shfl_sync(~0u, ids, i % 32);
       if (!waited && p0 + i >= fresh) { pdl_wait(); waited = true; }
       if (lane == 0) {
@@ -177,7 +179,7 @@ template <int D, bool FP8, int ST, bool OWN> __device__ __forceinline__ void att
     if (other) {
       kv.finish(of, kind, k_gain, rope);
       uint8_t* half = (uint8_t*)a.kv + (((size_t)(own_cell / PAGE) * a.kv_heads + kvh) * 2 + (kind == VALUE)) * HALF;
-      const bool stores = blockIdx.y % subs == 0;
+      const bool stores = sub == 0;
       auto put = [&](int i, auto value) {
         const size_t to = page_offset(own_cell % PAGE, D, i, FP8 ? 1 : 2);
         *(decltype(value)*)(own_kv + (kind == VALUE) * ROW + to % ROW) = value;
@@ -399,3 +401,7 @@ ATTN(256_bf16, 256, false, 4)
 ATTN(512_bf16, 512, false, 2)
 ATTN(256_fp8, 256, true, 4)
 ATTN(512_fp8, 512, true, 4)
+// A short ring, which leaves room beside a block of the product before.
+extern "C" __global__ void __launch_bounds__(288, 2) attn_own_256_bf16_short(const __grid_constant__ OwnHeadsArgs a) {
+  attn_body<256, false, 2, true>(a.attn, a.heads);
+}

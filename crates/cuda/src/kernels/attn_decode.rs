@@ -112,11 +112,13 @@ struct AttnArgs {
     counters: DevPtr,
     ld_q: i32,
     ld_out: i32,
-    heads: i32,
     kv_heads: i32,
     window: i32,
     clusters: i32,
     rows: i32,
+    group: i32,
+    subs: i32,
+    lcs: i32,
     scale: f32,
     v_scale: f32,
 }
@@ -245,6 +247,8 @@ unsafe fn launch(queue: Queue<'_>, call: &AttnDecode, finish: Option<&Finish>) -
         return Err(Error::Shape { kernel: "attn_decode", what: format!("{} rows", call.rows) });
     }
     let ws = call.workspace.at(COUNTERS * 4);
+    let heads_of_one = call.heads / call.pages.kv_heads;
+    let group = heads_of_one.min(8);
     let args = AttnArgs {
         q: call.q,
         kv: call.pool,
@@ -255,11 +259,13 @@ unsafe fn launch(queue: Queue<'_>, call: &AttnDecode, finish: Option<&Finish>) -
         counters: call.workspace,
         ld_q: call.q_stride as i32,
         ld_out: call.out_stride as i32,
-        heads: call.heads as i32,
         kv_heads: call.pages.kv_heads as i32,
         window: call.window.map_or(0, |w| i32::try_from(w).unwrap_or(i32::MAX)),
         clusters: s.clusters as i32,
         rows: call.batch_rows as i32,
+        group: group as i32,
+        subs: (heads_of_one / group) as i32,
+        lcs: s.cluster.ilog2() as i32,
         scale: call.scale,
         v_scale: call.v_scale,
     };
@@ -269,6 +275,9 @@ unsafe fn launch(queue: Queue<'_>, call: &AttnDecode, finish: Option<&Finish>) -
         (_, false) => ("attn_decode_512_bf16", "attn_own_512_bf16", 2),
         (_, true) => ("attn_decode_512_fp8", "attn_own_512_fp8", 4),
     };
+    let short = std::env::var("SMALL").is_ok_and(|v| v.contains('s'));
+    let short = short && own == "attn_own_256_bf16" && finish.is_some() && call.window.is_some_and(|w| w / PAGE_TOKENS <= 2 * s.cluster);
+    let (own, stages) = if short { ("attn_own_256_bf16_short", 2) } else { (own, stages) };
     let ring = stages * 2 * PAGE_TOKENS * d * call.pages.value_bytes();
     let shared = ring + 2 * 2 * 2 * 8 * 40 * 4 + 8 * d * 4 + 9 * 16 * 4 + 4 * stages * 8;
     let grid = [(s.cluster * s.clusters) as u32, per_row as u32, call.rows as u32];
