@@ -14,9 +14,9 @@
 //
 // Traffic: both matrices once, x and y from L2 once a block.
 #include <cooperative_groups.h>
-#include <cstdio>
 
 #include "common/forms.cuh"
+#include "common/once.cuh"
 #include "common/residual.cuh"
 namespace cg = cooperative_groups;
 
@@ -27,7 +27,8 @@ constexpr int OWN_S = 2;   // strips of a warp
 
 // Mirrored by PerLayerArgs in src/kernels/per_layer.rs.
 struct PerLayerArgs {
-  float* x;
+  const float* x;
+  float* x_out;
   Branch y;
   const float* post;
   const uint8_t* gate;
@@ -40,7 +41,7 @@ struct PerLayerArgs {
   uint64_t gate_strip_bytes, proj_strip_bytes;
   int width, gate_chunks, proj_chunks, strips, activation, n_outs;  // strips: of the projection
   float post_eps, close_eps, out_eps, scalar;
-  int dry, pad;
+  int once, pad;
 };
 
 // Where `local` of this block lies in block `rank` of the cluster.
@@ -58,15 +59,11 @@ __device__ __forceinline__ void send(uint32_t to, uint4 v, uint32_t bar) {
                : "memory");
 }
 
-__device__ int clk_count;
-#define STAMP(i) do { if (CLK && real && tid == 0) st[i] = clock64(); } while (0)
-template <class F, bool CLK> __device__ __forceinline__ void per_layer_body(const PerLayerArgs& a) {
+template <class F> __device__ __forceinline__ void per_layer_body(const PerLayerArgs& a) {
   constexpr int PIECES = F::KC / 64;
   extern __shared__ __align__(128) uint8_t sm[];
   cg::cluster_group cl = cg::this_cluster();
   const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3, rank = cl.block_rank();
-  long long st[12];
-  { const bool real = true; STAMP(0); }
   const int per = (a.strips + BLOCKS - 1) / BLOCKS, s0 = min(rank * per, a.strips), mine = min(per, a.strips - s0);
   const uint32_t gate_bytes = (uint32_t)a.gate_strip_bytes, proj_bytes = (uint32_t)a.proj_strip_bytes;
   const int warps = row_warps(a.width), all_strips = warps * ROW_CLUSTER * 8;
@@ -126,10 +123,10 @@ template <class F, bool CLK> __device__ __forceinline__ void per_layer_body(cons
     mbar_expect(there + 1, BLOCKS * 4);
     mbar_expect(there + 2, a.strips * 4);
     mbar_expect(full, gate_bytes);
-    bulk_load(gate, a.gate + (size_t)rank * gate_bytes, gate_bytes, full);
+    bulk_load_once(gate, a.gate + (size_t)rank * gate_bytes, gate_bytes, full, a.once);
     if (mine) {
       mbar_expect(full + 1, mine * proj_bytes);
-      bulk_load(proj, a.proj + (size_t)s0 * proj_bytes, mine * proj_bytes, full + 1);
+      bulk_load_once(proj, a.proj + (size_t)s0 * proj_bytes, mine * proj_bytes, full + 1, a.once);
     }
   }
   for (int i = tid; i < all_strips; i += 256) strip[i] = 0.f;
@@ -155,169 +152,144 @@ template <class F, bool CLK> __device__ __forceinline__ void per_layer_body(cons
     }
   };
 
-#pragma unroll 1
-  for (int pass = a.dry ? 0 : 1; pass < 2; pass++) {
-    const bool real = pass == 1;
-    STAMP(1);
-    if (real) pdl_wait();
-    STAMP(2);
-    float times = 0.f;
-    if (real && warp == 0) times = a.times[rank * 16 + (lane & 15)];
-    float4 x[J], y[J][3];
+  pdl_wait();
+  float times = 0.f;
+  if (warp == 0) times = a.times[rank * 16 + (lane & 15)];
+  float4 x[J], y[J][3];
 #pragma unroll
-    for (int j = 0; j < J; j++) {
-      const int at = 4 * (tid + 256 * j);
-      const bool on = real && at < a.width;
-      x[j] = y[j][0] = y[j][1] = y[j][2] = none;
-      if (on) x[j] = *(const float4*)(a.x + at);
+  for (int j = 0; j < J; j++) {
+    const int at = 4 * (tid + 256 * j);
+    const bool on = at < a.width;
+    x[j] = y[j][0] = y[j][1] = y[j][2] = none;
+    if (on) x[j] = *(const float4*)(a.x + at);
 #pragma unroll
-      for (int p = 0; p < 3; p++)
-        if (on && p < a.y.planes) y[j][p] = *(const float4*)(a.y.p + p * a.y.plane_stride + at);
-    }
+    for (int p = 0; p < 3; p++)
+      if (on && p < a.y.planes) y[j][p] = *(const float4*)(a.y.p + p * a.y.plane_stride + at);
+  }
+  float s = 0;
+#pragma unroll
+  for (int j = 0; j < J; j++) {
+    y[j][0] = add4(add4(y[j][0], y[j][1]), y[j][2]);
+    s += dot4(y[j][0]);
+  }
+  s = warp_sum(s);
+  if (lane == 0) norm[warp] = s;
+  __syncthreads();
+  s = 0;
+#pragma unroll
+  for (int w = 0; w < 8; w++) s += norm[w];
+  const float f = 1.f / sqrtf(s / a.width + a.post_eps);
+#pragma unroll
+  for (int j = 0; j < J; j++) {
+    const int at = 4 * (tid + 256 * j);
+    if (at >= a.width) break;
+    const float4 v = add4(x[j], scale4(y[j][0], f, gp[j]));
+    *(uint2*)(xs + at) = make_uint2(pack_bf16x2(v.x, v.y), pack_bf16x2(v.z, v.w));
+    if (at >= base && at < base + outputs) *(float4*)(x_own + at - base) = v;
+  }
+  cl.barrier_wait();
+  __syncthreads();
+
+  float acc[1][1][4] = {};
+  mbar_wait(full, 0);
+  product(gate, xs, warp, 8, a.gate_chunks, acc);
+  if (t == 0) {
+    red[warp * 16 + g] = acc[0][0][0];
+    red[warp * 16 + g + 8] = acc[0][0][2];
+  }
+  __syncthreads();
+  if (warp == 0) {  // lanes l and l + 16 have output l; a lane sends eight outputs to one block
     float s = 0;
 #pragma unroll
-    for (int j = 0; j < J; j++) {
-      y[j][0] = add4(add4(y[j][0], y[j][1]), y[j][2]);
-      s += dot4(y[j][0]);
-    }
-    s = warp_sum(s);
-    if (lane == 0) norm[warp] = s;
-    __syncthreads();
-    s = 0;
+    for (int w = 0; w < 8; w++) s += red[w * 16 + (lane & 15)];
+    const float h = activate(a.activation, s * F::POST * gate_scale) * times;
+    const int eight = (lane & 1) * 8, to = lane >> 1;
+    uint32_t v[4];
 #pragma unroll
-    for (int w = 0; w < 8; w++) s += norm[w];
-    const float f = 1.f / sqrtf(s / a.width + a.post_eps);
-#pragma unroll
-    for (int j = 0; j < J; j++) {
-      const int at = 4 * (tid + 256 * j);
-      if (at >= a.width) break;
-      const float4 v = add4(x[j], scale4(y[j][0], f, gp[j]));
-      *(uint2*)(xs + at) = make_uint2(pack_bf16x2(v.x, v.y), pack_bf16x2(v.z, v.w));
-      if (at >= base && at < base + outputs) *(float4*)(x_own + at - base) = v;
+    for (int i = 0; i < 4; i++) {
+      const float lo = __shfl_sync(~0u, h, eight + 2 * i), hi = __shfl_sync(~0u, h, eight + 2 * i + 1);
+      v[i] = pack_bf16x2(lo, hi);
     }
-    if (real) cl.barrier_wait();
-    __syncthreads();
-    STAMP(3);
-
-    float acc[1][1][4] = {};
-    if (real) mbar_wait(full, 0);
-    STAMP(4);
-    product(gate, xs, warp, 8, a.gate_chunks, acc);
-    if (t == 0) {
-      red[warp * 16 + g] = acc[0][0][0];
-      red[warp * 16 + g + 8] = acc[0][0][2];
-    }
-    __syncthreads();
-    STAMP(5);
-    if (warp == 0) {  // lanes l and l + 16 have output l; a lane sends eight outputs to one block
-      float s = 0;
-#pragma unroll
-      for (int w = 0; w < 8; w++) s += red[w * 16 + (lane & 15)];
-      const float h = activate(a.activation, s * F::POST * gate_scale) * times;
-      const int eight = (lane & 1) * 8, to = lane >> 1;
-      uint32_t v[4];
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const float lo = __shfl_sync(~0u, h, eight + 2 * i), hi = __shfl_sync(~0u, h, eight + 2 * i + 1);
-        v[i] = pack_bf16x2(lo, hi);
-      }
-      if (real) send(peer(hs + rank * 16 + eight, to), make_uint4(v[0], v[1], v[2], v[3]), peer(there, to));
-    }
-    if (real) mbar_wait(there, 0);
-    STAMP(6);
-    if (real && mine) mbar_wait(full + 1, 0);
-    STAMP(7);
+    send(peer(hs + rank * 16 + eight, to), make_uint4(v[0], v[1], v[2], v[3]), peer(there, to));
+  }
+  mbar_wait(there, 0);
+  if (mine) mbar_wait(full + 1, 0);
 #pragma unroll 1
-    for (int i = 0; i < OWN_S; i++) {
-      const int s = warp + 8 * i;
-      if (s >= mine) break;
-      float acc[1][1][4] = {};
-      product(proj + s * proj_bytes, hs, 0, 1, a.proj_chunks, acc);
-      if (t == 0) {
-        y_own[s * 16 + g] = acc[0][0][0] * F::POST * (i ? proj_scale[1][0] : proj_scale[0][0]);
-        y_own[s * 16 + g + 8] = acc[0][0][2] * F::POST * (i ? proj_scale[1][1] : proj_scale[0][1]);
-      }
-    }
-    __syncthreads();
-    STAMP(8);
-    if (warp != 0) continue;
-
-    // One warp norms this block's outputs; the blocks' sums of squares meet in all of them.
-    float4 v[OWN_J], b[OWN_J];
-    s = 0;
-#pragma unroll
-    for (int j = 0; j < OWN_J; j++) {
-      const int c = 4 * (lane + 32 * j);
-      v[j] = b[j] = none;
-      if (c < outputs) {
-        v[j] = *(const float4*)(x_own + c);
-        b[j] = *(const float4*)(y_own + c);
-      }
-      s += dot4(b[j]);
-    }
-    s = warp_sum(s);
-    if (real) {
-      if (lane < BLOCKS) send(peer(part + rank, lane), s, peer(there + 1, lane));
-      mbar_wait(there + 1, 0);
-    }
-    STAMP(9);
-    s = 0;
-#pragma unroll
-    for (int i = 0; i < BLOCKS; i++) s += part[i];
-    const float fc = 1.f / sqrtf(s / a.width + a.close_eps);
-#pragma unroll
-    for (int j = 0; j < OWN_J; j++) {
-      const float4 u = add4(v[j], scale4(b[j], fc, gc[j]));
-      v[j] = make_float4(u.x * a.scalar, u.y * a.scalar, u.z * a.scalar, u.w * a.scalar);
-      const float q = strip_sum(dot4(v[j]));
-      const int i = (lane >> 2) + 8 * j;
-      // All four lanes of a strip have its sum; each sends it to four of the blocks.
-      if (real && i < mine) {
-#pragma unroll
-        for (int k = 0; k < BLOCKS / 4; k++) send(peer(strip + s0 + i, (lane & 3) * (BLOCKS / 4) + k), q, peer(there + 2, (lane & 3) * (BLOCKS / 4) + k));
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < OWN_J; j++) {
-      const int c = 4 * (lane + 32 * j);
-      if (real && c < outputs) *(float4*)(a.x + base + c) = v[j];
-    }
-    if (real) mbar_wait(there + 2, 0);  // also where nothing is normed: a block stays until all have stored to it
-    STAMP(10);
-    float q = 1.f;
-    if (normed) {
-      auto sum = [&](int i) {
-        if (i >= warps * ROW_CLUSTER) return 0.f;
-        const float4* eight = (const float4*)(strip + part_at(i, warps) * 8);
-        return part_of_strips(eight[0], eight[1]);
-      };
-      q = rms_factor(warp_sum(sum(lane) + sum(lane + 32)), 1.f / a.width, a.out_eps);
-    }
-#pragma unroll
-    for (int j = 0; j < OWN_J; j++) {
-      const int c = 4 * (lane + 32 * j);
-      const float4 w = scale4(v[j], q, go[j]);
-#pragma unroll
-      for (int o = 0; o < 2; o++) {
-        if (!real || o >= a.n_outs || c >= outputs) continue;
-        if (a.outs[o].bf16_out) *(uint2*)((bf16*)a.outs[o].p + base + c) = make_uint2(pack_bf16x2(w.x, w.y), pack_bf16x2(w.z, w.w));
-        else *(float4*)((float*)a.outs[o].p + base + c) = w;
-      }
+  for (int i = 0; i < OWN_S; i++) {
+    const int s = warp + 8 * i;
+    if (s >= mine) break;
+    float acc[1][1][4] = {};
+    product(proj + s * proj_bytes, hs, 0, 1, a.proj_chunks, acc);
+    if (t == 0) {
+      y_own[s * 16 + g] = acc[0][0][0] * F::POST * (i ? proj_scale[1][0] : proj_scale[0][0]);
+      y_own[s * 16 + g + 8] = acc[0][0][2] * F::POST * (i ? proj_scale[1][1] : proj_scale[0][1]);
     }
   }
-  if (CLK && tid == 0) {
-    st[11] = clock64();
-    if (rank == 0 || rank == 9) {
-      const int n = rank == 0 ? atomicAdd(&clk_count, 1) : *(volatile int*)&clk_count;
-      if (n % 211 < 2)
-        printf("PL r%d n%d pre %d waited %d | norm %d gate_w %d gate %d hx %d proj_w %d proj %d sums %d strips %d out %d\n", rank, n, (int)(st[1] - st[0]), (int)(st[2] - st[1]), (int)(st[3] - st[2]), (int)(st[4] - st[3]),
-               (int)(st[5] - st[4]), (int)(st[6] - st[5]), (int)(st[7] - st[6]), (int)(st[8] - st[7]), (int)(st[9] - st[8]), (int)(st[10] - st[9]), (int)(st[11] - st[10]));
+  __syncthreads();
+  if (warp != 0) return;
+
+  // One warp norms this block's outputs; the blocks' sums of squares meet in all of them.
+  float4 v[OWN_J], b[OWN_J];
+  s = 0;
+#pragma unroll
+  for (int j = 0; j < OWN_J; j++) {
+    const int c = 4 * (lane + 32 * j);
+    v[j] = b[j] = none;
+    if (c < outputs) {
+      v[j] = *(const float4*)(x_own + c);
+      b[j] = *(const float4*)(y_own + c);
+    }
+    s += dot4(b[j]);
+  }
+  s = warp_sum(s);
+  if (lane < BLOCKS) send(peer(part + rank, lane), s, peer(there + 1, lane));
+  mbar_wait(there + 1, 0);
+  s = 0;
+#pragma unroll
+  for (int i = 0; i < BLOCKS; i++) s += part[i];
+  const float fc = 1.f / sqrtf(s / a.width + a.close_eps);
+#pragma unroll
+  for (int j = 0; j < OWN_J; j++) {
+    const float4 u = add4(v[j], scale4(b[j], fc, gc[j]));
+    v[j] = make_float4(u.x * a.scalar, u.y * a.scalar, u.z * a.scalar, u.w * a.scalar);
+    const float q = strip_sum(dot4(v[j]));
+    const int i = (lane >> 2) + 8 * j;
+    // All four lanes of a strip have its sum; each sends it to four of the blocks.
+    if (i < mine) {
+#pragma unroll
+      for (int k = 0; k < BLOCKS / 4; k++) send(peer(strip + s0 + i, (lane & 3) * (BLOCKS / 4) + k), q, peer(there + 2, (lane & 3) * (BLOCKS / 4) + k));
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < OWN_J; j++) {
+    const int c = 4 * (lane + 32 * j);
+    if (c < outputs) *(float4*)(a.x_out + base + c) = v[j];
+  }
+  mbar_wait(there + 2, 0);  // also where nothing is normed: a block stays until all have stored to it
+  float q = 1.f;
+  if (normed) {
+    auto sum = [&](int i) {
+      if (i >= warps * ROW_CLUSTER) return 0.f;
+      const float4* eight = (const float4*)(strip + part_at(i, warps) * 8);
+      return part_of_strips(eight[0], eight[1]);
+    };
+    q = rms_factor(warp_sum(sum(lane) + sum(lane + 32)), 1.f / a.width, a.out_eps);
+  }
+#pragma unroll
+  for (int j = 0; j < OWN_J; j++) {
+    const int c = 4 * (lane + 32 * j);
+    const float4 w = scale4(v[j], q, go[j]);
+#pragma unroll
+    for (int o = 0; o < 2; o++) {
+      if (o >= a.n_outs || c >= outputs) continue;
+      if (a.outs[o].bf16_out) *(uint2*)((bf16*)a.outs[o].p + base + c) = make_uint2(pack_bf16x2(w.x, w.y), pack_bf16x2(w.z, w.w));
+      else *(float4*)((float*)a.outs[o].p + base + c) = w;
     }
   }
 }
 
 #define PER_LAYER(NAME, F) \
-  extern "C" __global__ void __launch_bounds__(256, 2) per_layer_##NAME(const __grid_constant__ PerLayerArgs a) { per_layer_body<F, false>(a); }
+  extern "C" __global__ void __launch_bounds__(256, 2) per_layer_##NAME(const __grid_constant__ PerLayerArgs a) { per_layer_body<F>(a); }
 PER_LAYER(bf16, Bf16)
 PER_LAYER(fp8, Fp8)
 PER_LAYER(fp8_block, Fp8Block)
@@ -330,5 +302,3 @@ PER_LAYER(int8_min, Int8Min)
 PER_LAYER(q4_k, Q4K)
 PER_LAYER(q5_k, Q5K)
 PER_LAYER(sub16, Sub16)
-extern "C" __global__ void __launch_bounds__(256, 2) per_layer_clk_bf16(const __grid_constant__ PerLayerArgs a) { per_layer_body<Bf16, true>(a); }
-extern "C" __global__ void __launch_bounds__(256, 2) per_layer_clk_q4_k(const __grid_constant__ PerLayerArgs a) { per_layer_body<Q4K, true>(a); }

@@ -39,9 +39,11 @@ pub(crate) enum Piece {
     Counters,
     /// Inputs of a product in the order in which its kernel reads them.
     Arranged,
+    /// The residual of one row, while blocks still read what it was.
+    Residual,
 }
 
-const PIECES: usize = 14;
+const PIECES: usize = 15;
 
 /// All pieces.
 #[derive(Debug)]

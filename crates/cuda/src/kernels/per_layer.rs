@@ -20,8 +20,10 @@ const BLOCKS: usize = 16;
 /// Of one row: `x1 = x + rms(y; post)`, `h = f(W_gate x1) * times`, `x = (x1 + rms(W_proj h; close)) * scalar`, `outs = rms(x)`.
 #[derive(Clone, Copy, Debug)]
 pub struct PerLayer {
-    /// The row, float32, read and written.
+    /// The row, float32.
     pub x: DevPtr,
+    /// Where it goes on: `x`, or elsewhere.
+    pub x_out: DevPtr,
     /// Its values.
     pub width: usize,
     /// The branch that joins first.
@@ -50,6 +52,7 @@ pub struct PerLayer {
 #[repr(C)]
 struct PerLayerArgs {
     x: DevPtr,
+    x_out: DevPtr,
     y: Branch,
     post: DevPtr,
     gate: DevPtr,
@@ -71,7 +74,7 @@ struct PerLayerArgs {
     close_eps: f32,
     out_eps: f32,
     scalar: f32,
-    dry: i32,
+    once: i32,
     pad: i32,
 }
 
@@ -134,12 +137,6 @@ pub unsafe fn per_layer(queue: Queue<'_>, call: &PerLayer) -> Result<()> {
         Form::Q5K => "per_layer_q5_k",
         Form::Sub16 => "per_layer_sub16",
     };
-    let clk = std::env::var("SMALL").is_ok_and(|v| v.contains('c'));
-    let entry = match entry {
-        "per_layer_bf16" if clk => "per_layer_clk_bf16",
-        "per_layer_q4_k" if clk => "per_layer_clk_q4_k",
-        e => e,
-    };
     let most = queue.kernels.get(Kernel::new(FAMILY, entry))?.max_dynamic_shared;
     if let Some(what) = refuses(gate, projection, most as usize) {
         return refuse(what);
@@ -154,6 +151,7 @@ pub unsafe fn per_layer(queue: Queue<'_>, call: &PerLayer) -> Result<()> {
     }
     let args = PerLayerArgs {
         x: call.x,
+        x_out: call.x_out,
         y: call.y,
         post: call.post.0,
         gate: call.gate.strips,
@@ -175,7 +173,7 @@ pub unsafe fn per_layer(queue: Queue<'_>, call: &PerLayer) -> Result<()> {
         close_eps: call.close.1,
         out_eps: call.out_eps,
         scalar: call.scalar,
-        dry: i32::from(std::env::var("SMALL").is_ok_and(|v| v.contains('d'))),
+        once: i32::from(std::env::var("SMALL").is_ok_and(|v| v.contains('e'))),
         pad: 0,
     };
     let shape = Shape::new(BLOCKS as u32, 256)
