@@ -16,7 +16,7 @@
 // stages (wrong: a group can mistake the phase before on a slot that the other group used).
 #include <cooperative_groups.h>
 
-#include "common/page.cuh"
+#include "common/heads.cuh"
 namespace cg = cooperative_groups;
 
 // Mirrored by AttnArgs in src/kernels/attn_decode.rs.
@@ -28,8 +28,14 @@ struct AttnArgs {
   float* ws;           // [unit][cluster][8][D]
   float* ws_ml;        // [unit][cluster][block of the cluster][8][2]
   unsigned* counters;  // [unit][block of the cluster], zero between launches
-  int ld_q, ld_out, heads, kv_heads, window, clusters, rows;  // window 0: all keys; clusters: at most, of one unit
+  int ld_q, ld_out, kv_heads, window, clusters, rows;  // window 0: all keys; clusters: at most, of one unit
+  int group, subs, lcs;  // query heads of a unit, units of a kv head, log2 of the blocks of a cluster
   float scale, v_scale;
+};
+// With the heads of the row finished here. Mirrored by OwnHeadsArgs in src/kernels/attn_decode.rs.
+struct OwnHeadsArgs {
+  AttnArgs attn;
+  HeadsArgs heads;
 };
 
 // Two groups of 4 warps take alternate pages, each with its own maximum, sum and output, so that one computes while the other waits.
@@ -38,6 +44,8 @@ struct AttnArgs {
 template <int D, bool FP8, int ST> __host__ __device__ constexpr int attn_smem() {
   return ST * 2 * half_page<D, FP8>() + 2 * 2 * 2 * 8 * 40 * 4 + 8 * D * 4 + 9 * 16 * 4 + 4 * ST * 8;
 }
+// Heads finished here: queries lie [8][D + 32] behind that, rows apart by half of the banks, then the row's own key and value as in their page.
+template <int D> __host__ __device__ constexpr int own_stride() { return D + 32; }
 __device__ __forceinline__ void group_sync(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); }
 __device__ __forceinline__ void warps_sync() { asm volatile("bar.sync 3, 256;" ::: "memory"); }
 // The same, and whether `one` holds for any thread.
@@ -52,6 +60,7 @@ __device__ __forceinline__ void store4(bf16* to, float4 v) { *(uint2*)to = make_
 template <int D, int CS>
 __device__ __forceinline__ void combine(const AttnArgs& a, bf16* out, const float* part, const float* ml, size_t unit, int group, int rank, int clus, int clusters) {
   constexpr int DS = D / CS;
+#pragma unroll 1
   for (int e = threadIdx.x; e < group * DS / 4; e += 256) {  // four neighbours of D a thread
     const int h = e / (DS / 4), d = e % (DS / 4) * 4;
     float M = -INFINITY, L = 0;
@@ -75,7 +84,10 @@ __device__ __forceinline__ void combine(const AttnArgs& a, bf16* out, const floa
   }
 }
 
-template <int D, bool FP8, int ST> __device__ __forceinline__ void attn_body(const AttnArgs& a) {
+// OWN: the row's query heads are normed and rotated here, every block for its unit, and its key and value by the blocks whose pages they belong to. Those
+// read the two from beside the ring, since the page in the ring was copied before they were in it; the first unit of a kv head stores
+// them. Only for passes with one row a sequence: no other row reads them.
+template <int D, bool FP8, int ST, bool OWN> __device__ __forceinline__ void attn_body(const AttnArgs& a, const HeadsArgs& of) {
   constexpr int HALF = half_page<D, FP8>(), ROW = HALF / PAGE, TILES = D / 64, DW = D / 4, DQ = D / 2, SW = 40;
   extern __shared__ __align__(128) uint8_t sm[];
   uint8_t* ring = sm;
@@ -86,23 +98,29 @@ template <int D, bool FP8, int ST> __device__ __forceinline__ void attn_body(con
   uint64_t* vfull = kfull + ST;
   uint64_t* kempty = vfull + ST;
   uint64_t* vempty = kempty + ST;
-  static_assert(ST % 2 == 0);
+  bf16* own_q = (bf16*)(vempty + ST);
+  uint8_t* own_kv = (uint8_t*)(own_q + 8 * own_stride<D>());  // key, value
+  static_assert(ST % 2 == 0 && attn_smem<D, FP8, ST>() % 64 == 0);
   const int tid = threadIdx.x, lane = tid & 31, g = lane >> 2, t = lane & 3;
   const int grp = tid >> 7, warp = tid >> 5 & 3;
-  // A unit is a row and up to 8 query heads of one kv head.
-  const int all_heads = a.heads / a.kv_heads, group = min(all_heads, 8), subs = all_heads / group;
-  const int kvh = blockIdx.y / subs, head0 = kvh * all_heads + blockIdx.y % subs * group, active = blockIdx.z;
-  const int row = a.at.map ? a.at.map[active] : active;
-  const int position = a.at.positions[row], len = a.at.visible_to[row], lo = a.window ? max(0, position + 1 - a.window) : 0;
+  // A unit is a row and up to 8 query heads of one kv head. Divisions are rare here: one costs 40 cycles and more, which every launch would wait for.
+  const int group = a.group, kvh = a.subs == 1 ? blockIdx.y : blockIdx.y / a.subs, sub = blockIdx.y - kvh * a.subs, head0 = (kvh * a.subs + sub) * group;
+  const int active = blockIdx.z, row = a.at.map ? a.at.map[active] : active;
+  const int position = a.at.positions[row], len = a.at.visible_to[row], table = a.at.table[row], lo = a.window ? max(0, position + 1 - a.window) : 0;
   const int first = lo / PAGE, pages = (len + PAGE - 1) / PAGE - first;
   cg::cluster_group cl = cg::this_cluster();
-  const int cs = cl.num_blocks(), rank = cl.block_rank(), clus = blockIdx.x / cs;
+  const int cs = 1 << a.lcs, rank = cl.block_rank(), clus = blockIdx.x >> a.lcs;
   // Another cluster costs a round trip through global memory: worth it from 48 pages on, at two pages a block and more. All blocks decide alike.
-  const int clusters = pages < 48 ? 1 : min(a.clusters, max(1, pages / (2 * cs)));
+  const int clusters = pages < 48 ? 1 : min(a.clusters, max(1, pages >> (a.lcs + 1)));
   if (clus >= clusters) { pdl_launch(); return; }
-  const int splits = clusters * cs;
-  const int p0 = first + pages * (int)blockIdx.x / splits, n = first + pages * ((int)blockIdx.x + 1) / splits - p0;
+  auto part_from = [&](int block) { return first + (clusters == 1 ? pages * block >> a.lcs : pages * block / (clusters << a.lcs)); };
+  const int p0 = part_from(blockIdx.x), n = part_from(blockIdx.x + 1) - p0;
+  // The run's page with the row's own key, and the place in it. A row without a cell reads what is there.
+  const int own_cell = OWN && of.kv_heads ? of.cell[row] : -1, own_token = position % PAGE;
+  const int own_page = own_cell >= 0 ? position / PAGE - p0 : -1;
 
+  const int* ids_at = a.at.pages + table;
+  int ids = grp == 2 && lane < n ? ids_at[p0 + lane] : 0;  // the producer's, 32 at a time, so that no copy waits for one
   if (tid == 256) {
     for (int i = 0; i < ST; i++) { mbar_init(kfull + i, 1); mbar_init(vfull + i, 1); mbar_init(kempty + i, 128); mbar_init(vempty + i, 128); }
     fence_barrier_init();
@@ -111,13 +129,13 @@ template <int D, bool FP8, int ST> __device__ __forceinline__ void attn_body(con
   __syncthreads();
   cl.barrier_arrive();  // waited for before the first write into a peer
   pdl_launch();
-  if (grp == 2) {  // the producer; page ids 32 at a time, so that no copy waits for one
-    const int fresh = max(0, position + 1 - a.rows) / PAGE;  // no row of this pass writes an earlier page of the sequence
-    const int* ids_at = a.at.pages + a.at.table[row];
-    int ids = 0, parity = 1, slot = 0;
+  if (grp == 2) {  // the producer
+    // No row of this pass writes an earlier page of the sequence; where the one row finishes its own key, nobody reads what this pass writes.
+    const int fresh = OWN && of.kv_heads ? 0x7fffffff : max(0, position + 1 - a.rows) / PAGE;
+    int parity = 1, slot = 0;
     bool waited = false;
     for (int i = 0; i < n; i++) {
-      if (i % 32 == 0) ids = i + lane < n ? ids_at[p0 + i + lane] : 0;
+      if (i && i % 32 == 0) ids = i + lane < n ? ids_at[p0 + i + lane] : 0;
       const int id = __shfl_sync(~0u, ids, i % 32);
       if (!waited && p0 + i >= fresh) { pdl_wait(); waited = true; }
       if (lane == 0) {
@@ -138,14 +156,53 @@ template <int D, bool FP8, int ST> __device__ __forceinline__ void attn_body(con
     cl.barrier_wait();
     return;
   }
-  pdl_wait();
+  if (OWN) {  // a warp a query head; the last two warps the key and the value
+    constexpr int J = D / 256;
+    const int w = tid >> 5;
+    const bool query = w < group, other = w >= 6 && own_page >= 0 && own_page < n;
+    const HeadKind kind = w == 6 ? KEY : VALUE;
+    float4 q_gain[2][J] = {}, k_gain[2][J] = {}, rope[2][J] = {};
+    if (query) head_places<D>(q_gain, of.q_gain, lane);
+    if (other && kind == KEY) head_places<D>(k_gain, of.k_gain, lane);
+    pdl_wait();
+    Head<D> q, kv;
+    if (query) q.load(of, active, head0 + w, lane);
+    if (other) kv.load(of, active, of.heads + kvh + (kind == VALUE && !of.values_are_keys ? of.kv_heads : 0), lane);
+    head_places<D>(rope, of.rope + (size_t)active * of.ld_rope, lane);
+    if (query) {
+      q.finish(of, QUERY, q_gain, rope);
+#pragma unroll
+      for (int j = 0; j < J; j++)
+#pragma unroll
+        for (int s = 0; s < 2; s++) *(uint2*)(own_q + w * own_stride<D>() + Head<D>::at(s, j, lane)) = q.rounded(s, j);
+    }
+    if (other) {
+      kv.finish(of, kind, k_gain, rope);
+      uint8_t* half = (uint8_t*)a.kv + (((size_t)(own_cell / PAGE) * a.kv_heads + kvh) * 2 + (kind == VALUE)) * HALF;
+      const bool stores = sub == 0;
+      auto put = [&](int i, auto value) {
+        const size_t to = page_offset(own_cell % PAGE, D, i, FP8 ? 1 : 2);
+        *(decltype(value)*)(own_kv + (kind == VALUE) * ROW + to % ROW) = value;
+        if (stores) *(decltype(value)*)(half + to) = value;
+      };
+#pragma unroll
+      for (int j = 0; j < J; j++)
+#pragma unroll
+        for (int s = 0; s < 2; s++) {
+          const int i = Head<D>::at(s, j, lane);
+          if (FP8) put(i, kv.rounded_fp8(s, j, kind == VALUE ? of.v_inverse : of.k_inverse));
+          else put(i, kv.rounded(s, j));
+        }
+    }
+    warps_sync();
+  } else pdl_wait();
 
   // Q as B fragments: this warp's half of D for head g. bf16: 8 neighbours of each 32; FP8: 16 of each 64, in byte order 1 3 0 2.
   const int tile = warp & 1, dq = warp >> 1;
   uint32_t qf[DQ / 8];
   {
     const bool have = g < group;
-    const bf16* q = a.q + (size_t)active * a.ld_q + (head0 + (have ? g : 0)) * D + dq * DQ;
+    const bf16* q = OWN ? own_q + g * own_stride<D>() + dq * DQ : a.q + (size_t)active * a.ld_q + (head0 + (have ? g : 0)) * D + dq * DQ;
 #pragma unroll
     for (int c = 0; c < DQ / 32; c++) {
       uint4 v = make_uint4(0, 0, 0, 0);
@@ -166,10 +223,14 @@ template <int D, bool FP8, int ST> __device__ __forceinline__ void attn_body(con
     mbar_wait(kfull + slot, parity);
     float s4[2][4] = {};
     const int r0 = tile * 16 + g, x0 = swizzle(r0);  // row r0 + 8 has the same swizzle
+    const bool own = OWN && i == own_page;
+    auto key_row = [&](int r) { return own && r == own_token ? own_kv : K + r * ROW; };
+    auto value_row = [&](int r) { return own && r == own_token ? own_kv + ROW : V + r * ROW; };
+    const uint8_t *k0 = key_row(r0), *k8 = key_row(r0 + 8);
 #pragma unroll
     for (int c = 0; c < DQ / (FP8 ? 64 : 32); c++) {
       const int chunk = dq * (ROW / 32) + 4 * c + t;
-      uint4 u = *(const uint4*)(K + r0 * ROW + ((chunk ^ x0) << 4)), v = *(const uint4*)(K + (r0 + 8) * ROW + ((chunk ^ x0) << 4));
+      uint4 u = *(const uint4*)(k0 + ((chunk ^ x0) << 4)), v = *(const uint4*)(k8 + ((chunk ^ x0) << 4));
       if (FP8) {
         const uint32_t *pu = &u.x, *pv = &v.x;
 #pragma unroll
@@ -230,21 +291,23 @@ template <int D, bool FP8, int ST> __device__ __forceinline__ void attn_body(con
     const int mi = lane >> 3, r = lane & 7;
 #pragma unroll
     for (int ks = 0; ks < 2; ks++) {
+      const int tok = 16 * ks + r + (FP8 ? mi & 1 : mi >> 1) * 8;
+      const uint8_t* from = value_row(tok);
       if (FP8) {
 #pragma unroll
         for (int k = 0; k < TILES / 2; k++) {
-          const int tok = 16 * ks + r + (mi & 1) * 8, chunk = (warp * DW + 32 * k) / 16 + (mi >> 1);
+          const int chunk = (warp * DW + 32 * k) / 16 + (mi >> 1);
           uint32_t v[4];
-          ldmatrix_x4_trans(v, smem_addr(V + tok * ROW + ((chunk ^ swizzle(tok)) << 4)));
+          ldmatrix_x4_trans(v, smem_addr(from + ((chunk ^ swizzle(tok)) << 4)));
           mma(o[2 * k], e4m3_hi_to_bf16x2(v[0] << 8), e4m3_hi_to_bf16x2(v[0]), e4m3_hi_to_bf16x2(v[1] << 8), e4m3_hi_to_bf16x2(v[1]), pf[2 * ks], pf[2 * ks + 1]);
           mma(o[2 * k + 1], e4m3_hi_to_bf16x2(v[2] << 8), e4m3_hi_to_bf16x2(v[2]), e4m3_hi_to_bf16x2(v[3] << 8), e4m3_hi_to_bf16x2(v[3]), pf[2 * ks], pf[2 * ks + 1]);
         }
       } else {
 #pragma unroll
         for (int k = 0; k < TILES; k++) {
-          const int tok = 16 * ks + r + (mi >> 1) * 8, chunk = (warp * DW + 16 * k) / 8 + (mi & 1);
+          const int chunk = (warp * DW + 16 * k) / 8 + (mi & 1);
           uint32_t v[4];
-          ldmatrix_x4_trans(v, smem_addr(V + tok * ROW + ((chunk ^ swizzle(tok)) << 4)));
+          ldmatrix_x4_trans(v, smem_addr(from + ((chunk ^ swizzle(tok)) << 4)));
           mma(o[k], v[0], v[1], v[2], v[3], pf[2 * ks], pf[2 * ks + 1]);
         }
       }
@@ -327,9 +390,14 @@ template <int D, bool FP8, int ST> __device__ __forceinline__ void attn_body(con
   }
 }
 
-#define ATTN(NAME, D, FP8, ST) \
-  extern "C" __global__ void __launch_bounds__(288) NAME(const __grid_constant__ AttnArgs a) { attn_body<D, FP8, ST>(a); }
-ATTN(attn_decode_256_bf16, 256, false, 4)
-ATTN(attn_decode_512_bf16, 512, false, 2)
-ATTN(attn_decode_256_fp8, 256, true, 4)
-ATTN(attn_decode_512_fp8, 512, true, 4)
+#define ATTN(NAME, D, FP8, ST)                                                                                                       \
+  extern "C" __global__ void __launch_bounds__(288) attn_decode_##NAME(const __grid_constant__ AttnArgs a) {                         \
+    attn_body<D, FP8, ST, false>(a, HeadsArgs{});                                                                                    \
+  }                                                                                                                                  \
+  extern "C" __global__ void __launch_bounds__(288) attn_own_##NAME(const __grid_constant__ OwnHeadsArgs a) {                        \
+    attn_body<D, FP8, ST, true>(a.attn, a.heads);                                                                                    \
+  }
+ATTN(256_bf16, 256, false, 4)
+ATTN(512_bf16, 512, false, 2)
+ATTN(256_fp8, 256, true, 4)
+ATTN(512_fp8, 512, true, 4)

@@ -5,8 +5,7 @@
 // griddepcontrol.wait, nothing else. Sums run in an order fixed by the shape. Traffic: inputs and outputs once.
 #include <cooperative_groups.h>
 
-#include "common/page.cuh"
-#include "common/residual.cuh"
+#include "common/heads.cuh"
 #include "common/router.cuh"
 namespace cg = cooperative_groups;
 
@@ -96,85 +95,44 @@ extern "C" __global__ void __launch_bounds__(256) residual(const __grid_constant
 }
 
 // ---- finish: q = rotate(norm(q)); k = rotate(norm(k)), v = norm(v) to their page ----
-// One warp a head; grid (heads + 2 kv heads over 4, rows). A lane holds neighbours i of the first half and their partners i + D/2, four at a time.
+// One warp a head; grid (heads + 2 kv heads over 4, rows). Attention does the same by itself where it can (attn_decode_sm90.cu).
 // Mirrored by FinishArgs in src/kernels/producers.rs.
 struct FinishArgs {
-  float* qkv;            // [plane][rows][ld]; queries are stored back in place when store_q
-  const float* rope;     // [rows][ld_rope]: cosines, sines
+  HeadsArgs of;          // queries are stored back in place of the first plane when store_q
   uint8_t* kv;
-  const float* q_gain;
-  const float* k_gain;
-  const int* cell;       // by batch row: page * 32 + position in it, negative for none
   const int* map;
   bf16* q;               // [rows][ld_q]
-  uint64_t plane_stride;
-  int planes, ld, ld_rope, ld_q, heads, kv_heads, values_are_keys, norm_values, store_q;
-  float q_eps, k_eps, v_eps;
-  float k_inverse, v_inverse;  // FP8: 1 / scale
+  int ld_q, store_q;
 };
-__device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d) {
-  return (uint32_t)__nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, __NV_E4M3) | (uint32_t)__nv_cvt_float2_to_fp8x2(make_float2(c, d), __NV_SATFINITE, __NV_E4M3) << 16;
-}
 template <int D, bool FP8> __device__ __forceinline__ void finish_body(const FinishArgs& a) {
-  constexpr int J = D / 256, HALF = D / 2;
+  constexpr int J = D / 256;
   pdl_launch();
+  const HeadsArgs& of = a.of;
   const int lane = threadIdx.x & 31, h = blockIdx.x * 4 + (threadIdx.x >> 5), r = blockIdx.y;
-  if (h >= a.heads + 2 * a.kv_heads) return;
-  const bool query = h < a.heads, value = h >= a.heads + a.kv_heads;
-  const int head = query ? h : value ? h - a.heads - a.kv_heads : h - a.heads;
-  const int from = query ? head : a.heads + head + (value && !a.values_are_keys ? a.kv_heads : 0);
-  float4 v[2][J], gain[2][J];
-#pragma unroll
-  for (int j = 0; j < J; j++)
-#pragma unroll
-    for (int s = 0; s < 2; s++) {
-      gain[s][j] = make_float4(1, 1, 1, 1);
-      if (!value) gain[s][j] = *(const float4*)((query ? a.q_gain : a.k_gain) + s * HALF + 4 * lane + 128 * j);
-    }
+  if (h >= of.heads + 2 * of.kv_heads) return;
+  const HeadKind kind = h < of.heads ? QUERY : h < of.heads + of.kv_heads ? KEY : VALUE;
+  const int head = kind == QUERY ? h : kind == KEY ? h - of.heads : h - of.heads - of.kv_heads;
+  const int from = kind == QUERY ? head : of.heads + head + (kind == VALUE && !of.values_are_keys ? of.kv_heads : 0);
+  float4 gain[2][J] = {}, rope[2][J] = {};
+  if (kind != VALUE) head_places<D>(gain, kind == QUERY ? of.q_gain : of.k_gain, lane);
   pdl_wait();
-  float ss = 0;
-#pragma unroll
-  for (int j = 0; j < J; j++)
-#pragma unroll
-    for (int s = 0; s < 2; s++) {
-      const float* at = a.qkv + (size_t)r * a.ld + from * D + s * HALF + 4 * lane + 128 * j;
-      v[s][j] = *(const float4*)at;
-      for (int p = 1; p < a.planes; p++) { const float4 u = *(const float4*)(at + p * a.plane_stride); v[s][j].x += u.x; v[s][j].y += u.y; v[s][j].z += u.z; v[s][j].w += u.w; }
-      ss += v[s][j].x * v[s][j].x + v[s][j].y * v[s][j].y + v[s][j].z * v[s][j].z + v[s][j].w * v[s][j].w;
-    }
-  if (!value || a.norm_values) {
-    const float f = 1.f / sqrtf(warp_sum(ss) / D + (query ? a.q_eps : value ? a.v_eps : a.k_eps));
-#pragma unroll
-    for (int j = 0; j < J; j++)
-#pragma unroll
-      for (int s = 0; s < 2; s++) { v[s][j].x *= f * gain[s][j].x; v[s][j].y *= f * gain[s][j].y; v[s][j].z *= f * gain[s][j].z; v[s][j].w *= f * gain[s][j].w; }
-  }
-  if (!value) {
-#pragma unroll
-    for (int j = 0; j < J; j++) {
-      const float4 c = *(const float4*)(a.rope + (size_t)r * a.ld_rope + 4 * lane + 128 * j), s = *(const float4*)(a.rope + (size_t)r * a.ld_rope + HALF + 4 * lane + 128 * j);
-      const float4 x = v[0][j], y = v[1][j];
-      v[0][j] = make_float4(x.x * c.x - y.x * s.x, x.y * c.y - y.y * s.y, x.z * c.z - y.z * s.z, x.w * c.w - y.w * s.w);
-      v[1][j] = make_float4(y.x * c.x + x.x * s.x, y.y * c.y + x.y * s.y, y.z * c.z + x.z * s.z, y.w * c.w + x.w * s.w);
-    }
-  }
-  const int cell = query ? 0 : a.cell[a.map ? a.map[r] : r];
+  Head<D> v;
+  v.load(of, r, from, lane);
+  if (kind != VALUE) head_places<D>(rope, of.rope + (size_t)r * of.ld_rope, lane);
+  v.finish(of, kind, gain, rope);
+  const int cell = kind == QUERY ? 0 : of.cell[a.map ? a.map[r] : r];
   if (cell < 0) return;
-  uint8_t* half = a.kv + (((size_t)(cell / PAGE) * a.kv_heads + head) * 2 + value) * half_page<D, FP8>();
+  uint8_t* half = a.kv + (((size_t)(cell / PAGE) * of.kv_heads + head) * 2 + (kind == VALUE)) * half_page<D, FP8>();
 #pragma unroll
   for (int j = 0; j < J; j++)
 #pragma unroll
     for (int s = 0; s < 2; s++) {
-      const int i = s * HALF + 4 * lane + 128 * j;
-      const float4 w = v[s][j];
-      const uint2 b = make_uint2(pack_bf16x2(w.x, w.y), pack_bf16x2(w.z, w.w));
-      if (query) {
-        *(uint2*)(a.q + (size_t)r * a.ld_q + head * D + i) = b;
-        if (a.store_q) *(float4*)(a.qkv + (size_t)r * a.ld + head * D + i) = w;
-      } else if (FP8) {
-        const float f = value ? a.v_inverse : a.k_inverse;
-        *(uint32_t*)(half + page_offset(cell % PAGE, D, i, 1)) = pack_e4m3(w.x * f, w.y * f, w.z * f, w.w * f);
-      } else *(uint2*)(half + page_offset(cell % PAGE, D, i, 2)) = b;
+      const int i = Head<D>::at(s, j, lane);
+      if (kind == QUERY) {
+        *(uint2*)(a.q + (size_t)r * a.ld_q + head * D + i) = v.rounded(s, j);
+        if (a.store_q) *(float4*)(of.qkv + (size_t)r * of.ld + head * D + i) = v.p[0][s][j];
+      } else if (FP8) *(uint32_t*)(half + page_offset(cell % PAGE, D, i, 1)) = v.rounded_fp8(s, j, kind == VALUE ? of.v_inverse : of.k_inverse);
+      else *(uint2*)(half + page_offset(cell % PAGE, D, i, 2)) = v.rounded(s, j);
     }
 }
 #define FINISH(NAME, D, FP8) \

@@ -85,6 +85,7 @@ impl Step {
             Step::Router { routes, logits, x, .. } => (vec![*x], vec![*logits, *routes]),
             Step::Experts { out, x, routes, .. } => (vec![*x, *routes], vec![*out]),
             Step::PerLayer(p) => uses_of(&p.parts()),
+            Step::Heads(h) => uses_of(&h.parts()),
             Step::GatedRouter(both) | Step::LinearExperts(both) => uses_of(&both[..]),
             Step::TapBranches { y, z, .. } => (vec![y.0, z.0], vec![]),
         }
@@ -138,6 +139,10 @@ impl CudaOps<'_> {
             Step::PerLayer(p) => match self.fuses_per_layer(p) {
                 true => self.verb(|s| s.per_layer(p)),
                 false => self.apart(&p.parts(), later),
+            },
+            Step::Heads(h) => match self.finishes_in_attention(h) {
+                true => self.verb(|s| s.finish_and_attend(h)),
+                false => self.apart(&h.parts(), later),
             },
             Step::GatedRouter(both) => match self.gates_beside_router(both, later) {
                 Some((gated, router)) => self.verb(|s| s.gated_and_router(gated, router)),
@@ -229,6 +234,7 @@ impl CudaOps<'_> {
             Some(Step::Verb(Verb::QkvFinish(qkv, spec))) if *qkv == out && self.fast_heads(spec.head_dim) => {
                 MAX_PLANES
             }
+            Some(Step::Heads(h)) if h.qkv == out && self.fast_heads(h.finish.head_dim) => MAX_PLANES,
             _ => 1,
         }
     }

@@ -1,6 +1,6 @@
 //! Joining verbs into steps.
 
-use lapidary_ops::{Act, Activation, ExpertSpec, Mat, Norm, Phase, RouteSpec, TapPoint};
+use lapidary_ops::{Act, Activation, AttnSpec, ExpertSpec, Mat, Norm, Phase, QkvSpec, RouteSpec, TapPoint};
 
 use super::Verb;
 
@@ -15,6 +15,8 @@ pub(crate) enum Step {
     GateTimes { out: Act, gate: Act, x: Act, w: Mat, inputs: Act, layer: usize, f: Activation },
     /// Router logits, and the choice made by them.
     Router { routes: Act, logits: Act, x: Act, w: Mat, spec: RouteSpec },
+    /// Heads, and attention by them.
+    Heads(Box<Heads>),
     /// A tap of the sum of two normed branches that the next [`Residual`] makes; nothing of it is left anywhere.
     TapBranches { point: TapPoint, y: (Act, Norm), z: (Act, Norm) },
     /// Experts whose choice a [`Step::Router`] made.
@@ -25,6 +27,29 @@ pub(crate) enum Step {
     GatedRouter(Box<[Step; 2]>),
     /// A product, and experts that read other inputs.
     LinearExperts(Box<[Step; 2]>),
+}
+
+/// What happens to q, k and v between the product that makes them and the one that reads attention's result.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Heads {
+    /// The sums.
+    pub qkv: Act,
+    /// Norms, rotation, cache.
+    pub finish: QkvSpec,
+    /// The result.
+    pub out: Act,
+    /// Attention.
+    pub attend: AttnSpec,
+}
+
+impl Heads {
+    /// The verbs that it stands for.
+    pub fn parts(&self) -> [Step; 2] {
+        [
+            Step::Verb(Verb::QkvFinish(self.qkv, self.finish)),
+            Step::Verb(Verb::Attention(self.out, self.qkv, self.attend)),
+        ]
+    }
 }
 
 /// `x += rms(y)`, a gate from a copy of it, the gate's projection, and the step that closes the layer.
@@ -78,6 +103,7 @@ pub(crate) fn fuse(verbs: Vec<Verb>, fits: &dyn Fn(Act) -> bool) -> Vec<Step> {
     let mut list: Vec<Option<Verb>> = verbs.into_iter().map(Some).collect();
     let mut steps = Vec::with_capacity(list.len());
     let mut branches = two_branches(&mut list, fits);
+    let mut unfinished = None;
     for i in 0..list.len() {
         let Some(verb) = list[i].take() else { continue };
         if let Verb::Tap(point, y) = verb
@@ -108,6 +134,14 @@ pub(crate) fn fuse(verbs: Vec<Verb>, fits: &dyn Fn(Act) -> bool) -> Vec<Step> {
                 }
                 Some(Verb::Route(routes, logits, spec)) => Step::Router { routes, logits, x, w, spec },
                 _ => Step::Verb(Verb::Linear(gate, x, w)),
+            },
+            Verb::QkvFinish(qkv, spec) if attends_next(&list[i + 1..], qkv) => {
+                unfinished = Some(spec);
+                continue;
+            }
+            Verb::Attention(out, qkv, attend) => match unfinished.take() {
+                Some(finish) => Step::Heads(Box::new(Heads { qkv, finish, out, attend })),
+                None => Step::Verb(Verb::Attention(out, qkv, attend)),
             },
             Verb::Experts(out, x, routes, spec) => {
                 let routed = |s: &Step| matches!(s, Step::Router { routes: r, .. } if *r == routes);
@@ -315,6 +349,12 @@ fn push(outs: &mut Vec<(Act, Option<Norm>)>, out: Act, norm: Option<Norm>) -> bo
         outs.push((out, norm));
     }
     room
+}
+
+/// Whether attention by `qkv` comes next; marks are stepped over, so they end up before both.
+fn attends_next(list: &[Option<Verb>], qkv: Act) -> bool {
+    let next = list.iter().flatten().find(|v| !matches!(v, Verb::Mark(_)));
+    matches!(next, Some(&Verb::Attention(_, by, _)) if by == qkv)
 }
 
 /// Whether a verb consumes a product as a gate or as router logits.

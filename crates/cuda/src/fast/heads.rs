@@ -2,6 +2,7 @@
 
 use lapidary_ops::{Act, AttnSpec, Error, KvFormat, QkvSpec, Result, TapPoint, ValueSource};
 
+use super::fuse::Heads;
 use crate::args::{Pool, Rows, kv_code};
 use crate::driver::DevPtr;
 use crate::kernels::attn_decode::{self, AttnDecode, KvColumns, PageShape};
@@ -32,7 +33,19 @@ impl CudaOps<'_> {
         Ok(self.on.workspace.get(Piece::Queries, &self.on.stream, bytes)?)
     }
 
-    pub(super) fn finish_heads(&mut self, qkv: Act, spec: &QkvSpec) -> Result<()> {
+    /// Whether attention finishes the heads of its rows by itself: every row is its sequence's only one of the pass, which a
+    /// recording of several rows would not promise of the passes that repeat it.
+    pub(super) fn finishes_in_attention(&self, h: &Heads) -> bool {
+        let (own, of) = (h.finish.kv.map(|kv| kv.cache), h.attend);
+        self.rows == 1
+            && self.on.upload.batch.tokens.len() == 1
+            && self.fast_heads(of.head_dim)
+            && (h.finish.heads, h.finish.head_dim) == (of.heads, of.head_dim)
+            && own.is_none_or(|cache| cache == of.cache)
+    }
+
+    /// The call that finishes heads, queries left in place where `store_q`.
+    fn finish_call(&mut self, qkv: Act, spec: &QkvSpec, store_q: bool) -> Result<Finish> {
         self.bound_cache(spec)?;
         let pool = spec.kv.map(|kv| self.on.kv.pool(kv.cache));
         let (v, rope, d) = (self.act(qkv), self.act(spec.rope), spec.head_dim);
@@ -52,9 +65,7 @@ impl CudaOps<'_> {
             Some(kv) => (self.gain(kv.k_norm.gain, d)?, kv.k_norm.eps),
             None => (DevPtr::NULL, 0.0),
         };
-        let wanted = |p: &TapPoint| matches!(p, TapPoint::Qkv(_));
-        let store_q = self.on.upload.batch.taps.points.iter().any(wanted);
-        let call = Finish {
+        Ok(Finish {
             qkv: sums.ptr,
             qkv_stride: sums.stride,
             plane_stride: sums.plane_stride,
@@ -76,17 +87,34 @@ impl CudaOps<'_> {
             kv_scales: pool.map_or([1.0; 2], |p| p.scales),
             q,
             q_stride: spec.heads * d,
-        };
-        self.query_width = spec.heads * d;
+        })
+    }
+
+    pub(super) fn finish_heads(&mut self, qkv: Act, spec: &QkvSpec) -> Result<()> {
+        let wanted = |p: &TapPoint| matches!(p, TapPoint::Qkv(_));
+        let store_q = self.on.upload.batch.taps.points.iter().any(wanted);
+        let call = self.finish_call(qkv, spec, store_q)?;
+        let width = spec.heads * spec.head_dim;
+        self.query_width = width;
         // SAFETY: widths agree, and the uploaded cells are in the pools.
         unsafe { producers::finish(self.on.queue(), &call)? };
-        if store_q && sums.ptr != v.ptr {
-            let (stride, width) = (sums.stride as i32, (spec.heads * d) as i32);
-            let made = Rows { ptr: sums.ptr, stride, width, bf16: 0, pad: 0 };
+        let v = self.act(qkv);
+        if store_q && call.qkv != v.ptr {
+            let (stride, width) = (call.qkv_stride as i32, width as i32);
+            let made = Rows { ptr: call.qkv, stride, width, bf16: 0, pad: 0 };
             // SAFETY: the first plane holds the queries of every row, and the buffer is at least as wide.
             unsafe { rows::cast(self.on.queue(), v.columns(0, width as usize), made, self.rows)? };
         }
         Ok(())
+    }
+
+    /// Both in one kernel, for what [`finishes_in_attention`](Self::finishes_in_attention) says yes to.
+    pub(super) fn finish_and_attend(&mut self, h: &Heads) -> Result<()> {
+        let call = self.attend_call(h.out, &h.attend)?;
+        let mut finish = self.finish_call(h.qkv, &h.finish, false)?;
+        finish.pages = call.pages;
+        // SAFETY: as of both, and the one row is its sequence's only one.
+        unsafe { Ok(attn_decode::finish_and_attend(self.on.queue(), &finish, &call)?) }
     }
 
     /// Rows are dropped between the queries' making and their use: the kept ones move to the front here too.
@@ -102,7 +130,7 @@ impl CudaOps<'_> {
         unsafe { Ok(rows::keep_rows(self.on.queue(), queries, heads, count)?) }
     }
 
-    pub(super) fn attend(&mut self, out: Act, spec: &AttnSpec) -> Result<()> {
+    fn attend_call(&mut self, out: Act, spec: &AttnSpec) -> Result<AttnDecode> {
         let (o, d) = (self.act(out), spec.head_dim);
         let pool = self.on.kv.pool(spec.cache);
         crate::ops::same("attention", o.width, (spec.heads * d) as i32)?;
@@ -122,7 +150,7 @@ impl CudaOps<'_> {
         let workspace = self.on.workspace.get(Piece::Attention, &self.on.stream, bytes)?;
         let q = self.queries(spec.heads * d)?;
         let (columns, group) = (self.on.upload.columns, spec.cache.group.index());
-        let call = AttnDecode {
+        Ok(AttnDecode {
             heads: spec.heads,
             pages,
             pool: pool.ptr,
@@ -143,7 +171,12 @@ impl CudaOps<'_> {
             scale: spec.scale * pool.scales[0],
             v_scale: pool.scales[1],
             workspace,
-        };
+        })
+    }
+
+    pub(super) fn attend(&mut self, out: Act, spec: &AttnSpec) -> Result<()> {
+        let call = self.attend_call(out, spec)?;
+        let (q, pages) = (call.q, call.pages);
         // Rows of one sequence share its pages; a batch of single tokens has nothing to share.
         let sequences = self.on.upload.batch.spans.len();
         if !pages.fp8 && self.map() == DevPtr::NULL && self.rows > MAX_ROWS && self.rows >= 2 * sequences {
@@ -158,8 +191,8 @@ impl CudaOps<'_> {
             };
             let at = &call.columns;
             let part = AttnDecode {
-                q: q.at(first * spec.heads * d * 2),
-                out: o.ptr.at(first * o.stride as usize * 2),
+                q: q.at(first * call.q_stride * 2),
+                out: call.out.at(first * call.out_stride * 2),
                 columns: KvColumns {
                     positions: at.positions.at(skip),
                     visible_to: at.visible_to.at(skip),

@@ -13,10 +13,6 @@ use crate::ops::CudaOps;
 /// Shared memory that the kernel declares itself, rounded up.
 const DECLARED: usize = 1024;
 
-/// Rows up to which one kernel is faster than four, since it norms rows one after the other: with one row by 3 to 4 % of a step, and
-/// E2B Q4_K with 4 rows took 1.70 ms a step so and 1.59 with four kernels (one H200, 2026-11-30).
-const FUSED_ROWS: usize = 1;
-
 /// What the gate's step says.
 struct GateStep {
     w: Mat,
@@ -40,11 +36,11 @@ impl CudaOps<'_> {
 
     pub(super) fn fuses_per_layer(&self, p: &PerLayer) -> bool {
         let most = (self.on.context().info.shared_per_block as usize).saturating_sub(DECLARED);
-        self.rows <= FUSED_ROWS
+        self.rows == per_layer::MAX_ROWS
             && self.act(p.first.x).width == self.act(p.product.0).width
             && self
                 .per_layer_weights(p)
-                .is_some_and(|(gate, w)| per_layer::refuses(gate.shape, w.shape, self.rows, most).is_none())
+                .is_some_and(|(gate, w)| per_layer::refuses(gate.shape, w.shape, most).is_none())
     }
 
     /// The branch in one kernel, for what [`fuses_per_layer`](Self::fuses_per_layer) says yes to.
@@ -72,15 +68,12 @@ impl CudaOps<'_> {
         }
         let call = Call {
             x: x.ptr,
-            x_stride: x.stride as usize,
-            rows: self.rows,
             width,
             y: self.branch(first, DevPtr::NULL),
             post: (self.gain(post.gain, width)?, post.eps),
             gate: gate_weights,
             activation: gate(step.f),
             times: all.ptr.at(step.layer * per_layer::WIDTH * 4),
-            times_stride: all.stride as usize,
             projection,
             close: (self.gain(close.gain, width)?, close.eps),
             scalar: p.close.scalar,

@@ -6,7 +6,10 @@ use lapidary_ops::PAGE_TOKENS;
 
 use crate::driver::{DevPtr, Kernel};
 use crate::error::{Error, Result};
+use crate::kernels::producers::{Finish, HeadsArgs};
 use crate::launch::{Args, Queue, Shape};
+
+const FAMILY: &str = "attn_decode_sm90";
 
 /// How the fast attention kernels keep one layer's keys and values: `[page][kv head][K, V][token][head_dim]`, where
 /// the 16-byte pieces of a token's row are permuted by the token's place.
@@ -109,17 +112,29 @@ struct AttnArgs {
     counters: DevPtr,
     ld_q: i32,
     ld_out: i32,
-    heads: i32,
     kv_heads: i32,
     window: i32,
     clusters: i32,
     rows: i32,
+    group: i32,
+    subs: i32,
+    lcs: i32,
     scale: f32,
     v_scale: f32,
 }
 
 // SAFETY: mirrors `AttnArgs` in kernels/attn_decode_sm90.cu.
 unsafe impl Args for AttnArgs {}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct OwnHeadsArgs {
+    attn: AttnArgs,
+    heads: HeadsArgs,
+}
+
+// SAFETY: mirrors `OwnHeadsArgs` in kernels/attn_decode_sm90.cu.
+unsafe impl Args for OwnHeadsArgs {}
 
 /// Blocks of one row and kv head, as clusters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -180,6 +195,40 @@ fn maxima(units: usize, s: Split) -> usize {
 /// All pointers are what their fields say, 16-byte aligned, and stay so until the work is done. The columns name pages
 /// of the pool only, and every row sees its own position.
 pub unsafe fn attn_decode(queue: Queue<'_>, call: &AttnDecode) -> Result<()> {
+    // SAFETY: the caller's.
+    unsafe { launch(queue, call, None) }
+}
+
+/// The same for rows whose heads are not finished: what [`finish`](super::producers::finish) and [`attn_decode`] one after the
+/// other do, with the bits that they have, in one kernel. `finish.q`, `call.q` and `finish.store_q` are not looked at, queries
+/// are left nowhere.
+///
+/// # Errors
+/// As both.
+///
+/// # Safety
+/// As both. Every row is its sequence's only one of the pass: none reads another's key or value.
+pub unsafe fn finish_and_attend(queue: Queue<'_>, finish: &Finish, call: &AttnDecode) -> Result<()> {
+    let fits = finish.rows == call.rows
+        && finish.heads == call.heads
+        && finish.pages == call.pages
+        && (!finish.writes || finish.pool == call.pool);
+    if !fits {
+        let what = format!("{} rows of {} heads finished for {}", finish.rows, finish.heads, call.rows);
+        return Err(Error::Shape { kernel: "attn_own", what });
+    }
+    // SAFETY: the caller's.
+    unsafe { launch(queue, call, Some(finish)) }
+}
+
+/// Behind the shared memory of attention: queries in bf16, the row's own key and value (attn_decode_sm90.cu).
+fn own_bytes(pages: PageShape) -> usize {
+    8 * (pages.head_dim + 32) * 2 + 2 * pages.head_dim * pages.value_bytes()
+}
+
+/// # Safety
+/// As [`attn_decode`] or [`finish_and_attend`].
+unsafe fn launch(queue: Queue<'_>, call: &AttnDecode, finish: Option<&Finish>) -> Result<()> {
     let d = call.pages.head_dim;
     if !call.pages.supports(call.heads)
         || !call.q_stride.is_multiple_of(8)
@@ -198,6 +247,8 @@ pub unsafe fn attn_decode(queue: Queue<'_>, call: &AttnDecode) -> Result<()> {
         return Err(Error::Shape { kernel: "attn_decode", what: format!("{} rows", call.rows) });
     }
     let ws = call.workspace.at(COUNTERS * 4);
+    let heads_of_one = call.heads / call.pages.kv_heads;
+    let group = heads_of_one.min(8);
     let args = AttnArgs {
         q: call.q,
         kv: call.pool,
@@ -208,26 +259,34 @@ pub unsafe fn attn_decode(queue: Queue<'_>, call: &AttnDecode) -> Result<()> {
         counters: call.workspace,
         ld_q: call.q_stride as i32,
         ld_out: call.out_stride as i32,
-        heads: call.heads as i32,
         kv_heads: call.pages.kv_heads as i32,
         window: call.window.map_or(0, |w| i32::try_from(w).unwrap_or(i32::MAX)),
         clusters: s.clusters as i32,
         rows: call.batch_rows as i32,
+        group: group as i32,
+        subs: (heads_of_one / group) as i32,
+        lcs: s.cluster.ilog2() as i32,
         scale: call.scale,
         v_scale: call.v_scale,
     };
-    let (entry, stages) = match (d, call.pages.fp8) {
-        (256, false) => ("attn_decode_256_bf16", 4),
-        (256, true) => ("attn_decode_256_fp8", 4),
-        (_, false) => ("attn_decode_512_bf16", 2),
-        (_, true) => ("attn_decode_512_fp8", 4),
+    let (entry, own, stages) = match (d, call.pages.fp8) {
+        (256, false) => ("attn_decode_256_bf16", "attn_own_256_bf16", 4),
+        (256, true) => ("attn_decode_256_fp8", "attn_own_256_fp8", 4),
+        (_, false) => ("attn_decode_512_bf16", "attn_own_512_bf16", 2),
+        (_, true) => ("attn_decode_512_fp8", "attn_own_512_fp8", 4),
     };
     let ring = stages * 2 * PAGE_TOKENS * d * call.pages.value_bytes();
     let shared = ring + 2 * 2 * 2 * 8 * 40 * 4 + 8 * d * 4 + 9 * 16 * 4 + 4 * stages * 8;
     let grid = [(s.cluster * s.clusters) as u32, per_row as u32, call.rows as u32];
-    let shape = Shape::grid(grid, 288).shared(shared as u32).cluster(s.cluster as u32).dependent();
+    let shape = Shape::grid(grid, 288).cluster(s.cluster as u32).dependent();
+    let Some(finish) = finish else {
+        // SAFETY: the caller's; the shape is the kernel's own.
+        return unsafe { queue.launch(Kernel::new(FAMILY, entry), shape.shared(shared as u32), &args) };
+    };
+    let args = OwnHeadsArgs { attn: args, heads: finish.arguments()? };
+    let shape = shape.shared((shared + own_bytes(call.pages)) as u32);
     // SAFETY: the caller's; the shape is the kernel's own.
-    unsafe { queue.launch(Kernel::new("attn_decode_sm90", entry), shape, &args) }
+    unsafe { queue.launch(Kernel::new(FAMILY, own), shape, &args) }
 }
 
 #[cfg(test)]

@@ -9,24 +9,20 @@ use crate::pack::{Form, PackedShape};
 
 const FAMILY: &str = "per_layer_sm90";
 /// Most rows of one call.
-pub const MAX_ROWS: usize = 8;
+pub const MAX_ROWS: usize = 1;
 /// Width of a layer's own inputs that it takes.
 pub const WIDTH: usize = 256;
 /// Widest residual.
-const MAX_HIDDEN: usize = 5120;
+const MAX_HIDDEN: usize = 3072;
 /// Blocks of the one cluster.
 const BLOCKS: usize = 16;
 
-/// `x1 = x + rms(y; post)`, `h = f(W_gate x1) * times`, `x = (x1 + rms(W_proj h; close)) * scalar`, `outs = rms(x)`.
+/// Of one row: `x1 = x + rms(y; post)`, `h = f(W_gate x1) * times`, `x = (x1 + rms(W_proj h; close)) * scalar`, `outs = rms(x)`.
 #[derive(Clone, Copy, Debug)]
 pub struct PerLayer {
-    /// float32 `[rows][x_stride]`, read and written.
+    /// The row, float32.
     pub x: DevPtr,
-    /// Values from row to row of `x`.
-    pub x_stride: usize,
-    /// Rows, 1 to 8.
-    pub rows: usize,
-    /// Values of a row of `x`.
+    /// Its values.
     pub width: usize,
     /// The branch that joins first.
     pub y: Branch,
@@ -36,10 +32,8 @@ pub struct PerLayer {
     pub gate: Weights,
     /// Its activation.
     pub activation: Gate,
-    /// float32 `[rows][times_stride]`: the layer's own inputs.
+    /// float32: the layer's own inputs.
     pub times: DevPtr,
-    /// Values from row to row of `times`.
-    pub times_stride: usize,
     /// `[width][256]`, in the form of `gate`.
     pub projection: Weights,
     /// Gain and epsilon of the norm behind the projection.
@@ -67,16 +61,12 @@ struct PerLayerArgs {
     outs: [NormOut; 2],
     gate_strip_bytes: u64,
     proj_strip_bytes: u64,
-    ld_x: i32,
-    rows: i32,
     width: i32,
     gate_chunks: i32,
     proj_chunks: i32,
     strips: i32,
-    ld_times: i32,
     activation: i32,
     n_outs: i32,
-    pad: i32,
     post_eps: f32,
     close_eps: f32,
     out_eps: f32,
@@ -86,13 +76,8 @@ struct PerLayerArgs {
 // SAFETY: mirrors `PerLayerArgs` in kernels/per_layer_sm90.cu.
 unsafe impl Args for PerLayerArgs {}
 
-/// Why matrices of these shapes and so many rows are not for this kernel, if they aren't; `most_shared` is what a block may have.
-pub fn refuses(
-    gate: PackedShape,
-    projection: PackedShape,
-    rows: usize,
-    most_shared: usize,
-) -> Option<String> {
+/// Why matrices of these shapes are not for this kernel, if they aren't; `most_shared` is what a block may have.
+pub fn refuses(gate: PackedShape, projection: PackedShape, most_shared: usize) -> Option<String> {
     let (form, hidden) = (gate.form, gate.cols);
     let whole = hidden.is_multiple_of(form.chunk_inputs()) && WIDTH.is_multiple_of(form.chunk_inputs());
     if projection.form != form
@@ -103,10 +88,7 @@ pub fn refuses(
     {
         return Some(format!("{gate:?} and {projection:?}"));
     }
-    if rows == 0 || rows > MAX_ROWS {
-        return Some(format!("{rows} rows, it takes 1 to {MAX_ROWS}"));
-    }
-    let shared = shared(gate, projection, rows);
+    let shared = shared(gate, projection);
     (shared > most_shared).then(|| format!("{shared} bytes of shared memory"))
 }
 
@@ -120,14 +102,10 @@ fn row_strips(width: usize) -> usize {
     width.div_ceil(8 * 128) * 8 * 8
 }
 
-fn shared(gate: PackedShape, projection: PackedShape, rows: usize) -> usize {
+fn shared(gate: PackedShape, projection: PackedShape) -> usize {
     let per = strips_of_block(projection);
-    let floats = 8 * 256 + 8 * 128 + 16 + 8 * BLOCKS + rows * row_strips(gate.cols) + 2 * rows * per * 16;
-    gate.strip_bytes()
-        + per * projection.strip_bytes()
-        + floats * 4
-        + rows * (WIDTH + 8) * 2
-        + rows * (gate.cols + 8) * 2
+    let floats = 8 * 256 + 8 * 16 + 8 + BLOCKS + row_strips(gate.cols) + 2 * per * 16;
+    gate.strip_bytes() + per * projection.strip_bytes() + floats * 4 + (WIDTH + gate.cols) * 2
 }
 
 /// Queues [`PerLayer`].
@@ -155,16 +133,16 @@ pub unsafe fn per_layer(queue: Queue<'_>, call: &PerLayer) -> Result<()> {
         Form::Sub16 => "per_layer_sub16",
     };
     let most = queue.kernels.get(Kernel::new(FAMILY, entry))?.max_dynamic_shared;
-    if let Some(what) = refuses(gate, projection, call.rows, most as usize) {
+    if let Some(what) = refuses(gate, projection, most as usize) {
         return refuse(what);
     }
-    if call.width != gate.cols || !call.x_stride.is_multiple_of(4) || call.y.stride % 4 != 0 {
-        return refuse(format!("rows of {} every {} values", call.width, call.x_stride));
+    if call.width != gate.cols || !call.y.plane_stride.is_multiple_of(4) {
+        return refuse(format!("a row of {}, planes every {} values", call.width, call.y.plane_stride));
     }
     let outs = call.outs.iter().take_while(|o| o.p != DevPtr::NULL).count();
     let [first, second] = call.outs;
-    if call.outs[..outs].iter().any(|o| o.stride % 4 != 0) || (outs == 2 && first.gain != second.gain) {
-        return refuse("outputs with two gains, or a stride that is no multiple of 4".into());
+    if outs == 2 && first.gain != second.gain {
+        return refuse("outputs with two gains".into());
     }
     let args = PerLayerArgs {
         x: call.x,
@@ -179,23 +157,19 @@ pub unsafe fn per_layer(queue: Queue<'_>, call: &PerLayer) -> Result<()> {
         outs: call.outs,
         gate_strip_bytes: gate.strip_bytes() as u64,
         proj_strip_bytes: projection.strip_bytes() as u64,
-        ld_x: call.x_stride as i32,
-        rows: call.rows as i32,
         width: call.width as i32,
         gate_chunks: gate.chunks() as i32,
         proj_chunks: projection.chunks() as i32,
         strips: projection.strips() as i32,
-        ld_times: call.times_stride as i32,
         activation: call.activation as i32,
         n_outs: outs as i32,
-        pad: 0,
         post_eps: call.post.1,
         close_eps: call.close.1,
         out_eps: call.out_eps,
         scalar: call.scalar,
     };
     let shape = Shape::new(BLOCKS as u32, 256)
-        .shared(shared(gate, projection, call.rows) as u32)
+        .shared(shared(gate, projection) as u32)
         .cluster(BLOCKS as u32)
         .dependent();
     // SAFETY: the caller's; the shape is the kernel's own.

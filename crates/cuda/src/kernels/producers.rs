@@ -6,6 +6,7 @@
 use crate::driver::{DevPtr, Kernel};
 use crate::error::{Error, Result};
 use crate::kernels::attn_decode::PageShape;
+use crate::kernels::skinny_gemm::MAX_PLANES;
 use crate::launch::{Args, Queue, Shape};
 
 const FAMILY: &str = "producers_sm90";
@@ -193,32 +194,77 @@ pub struct Finish {
     pub q_stride: usize,
 }
 
+/// Mirrors `HeadsArgs` in kernels/common/heads.cuh.
 #[derive(Clone, Copy)]
 #[repr(C)]
-struct FinishArgs {
+pub(super) struct HeadsArgs {
     qkv: DevPtr,
     rope: DevPtr,
-    kv: DevPtr,
     q_gain: DevPtr,
     k_gain: DevPtr,
     cell: DevPtr,
-    map: DevPtr,
-    q: DevPtr,
     plane_stride: u64,
     planes: i32,
     ld: i32,
     ld_rope: i32,
-    ld_q: i32,
     heads: i32,
     kv_heads: i32,
     values_are_keys: i32,
     norm_values: i32,
-    store_q: i32,
     q_eps: f32,
     k_eps: f32,
     v_eps: f32,
     k_inverse: f32,
     v_inverse: f32,
+}
+
+impl Finish {
+    /// What the kernels take of it.
+    ///
+    /// # Errors
+    /// `Shape` for strides that are no multiples of 4, and more than three planes.
+    pub(super) fn arguments(&self) -> Result<HeadsArgs> {
+        let strides = [self.qkv_stride, self.plane_stride, self.rope_stride];
+        if strides.iter().any(|s| !s.is_multiple_of(4)) || self.planes > MAX_PLANES {
+            return Err(refuse("finish", format!("{} planes, strides {strides:?}", self.planes)));
+        }
+        Ok(HeadsArgs {
+            qkv: self.qkv,
+            rope: self.rope,
+            q_gain: self.q_norm.0,
+            k_gain: self.k_norm.0,
+            cell: self.cell,
+            plane_stride: self.plane_stride as u64,
+            planes: self.planes as i32,
+            ld: self.qkv_stride as i32,
+            ld_rope: self.rope_stride as i32,
+            heads: self.heads as i32,
+            kv_heads: self.kv_heads() as i32,
+            values_are_keys: i32::from(self.values_are_keys),
+            norm_values: i32::from(self.v_eps.is_some()),
+            q_eps: self.q_norm.1,
+            k_eps: self.k_norm.1,
+            v_eps: self.v_eps.unwrap_or(0.0),
+            k_inverse: 1.0 / self.kv_scales[0],
+            v_inverse: 1.0 / self.kv_scales[1],
+        })
+    }
+
+    /// Heads that are written.
+    fn kv_heads(&self) -> usize {
+        if self.writes { self.pages.kv_heads } else { 0 }
+    }
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct FinishArgs {
+    of: HeadsArgs,
+    kv: DevPtr,
+    map: DevPtr,
+    q: DevPtr,
+    ld_q: i32,
+    store_q: i32,
 }
 
 // SAFETY: mirrors `FinishArgs` in kernels/producers_sm90.cu.
@@ -227,7 +273,7 @@ unsafe impl Args for FinishArgs {}
 /// Queues [`Finish`].
 ///
 /// # Errors
-/// `Shape` for head dims other than 256 and 512.
+/// `Shape` for head dims other than 256 and 512, strides that are no multiples of 4, more than three planes.
 ///
 /// # Safety
 /// As [`residual`]; cells lie in the pool.
@@ -239,39 +285,18 @@ pub unsafe fn finish(queue: Queue<'_>, call: &Finish) -> Result<()> {
         (512, true) => "finish_512_fp8",
         (d, _) => return Err(refuse("finish", format!("heads of {d}"))),
     };
-    if !call.qkv_stride.is_multiple_of(4)
-        || !call.rope_stride.is_multiple_of(4)
-        || !call.q_stride.is_multiple_of(4)
-    {
+    if !call.q_stride.is_multiple_of(4) {
         return Err(refuse("finish", "a stride that is no multiple of 4".into()));
     }
-    let kv_heads = if call.writes { call.pages.kv_heads } else { 0 };
     let args = FinishArgs {
-        qkv: call.qkv,
-        rope: call.rope,
+        of: call.arguments()?,
         kv: call.pool,
-        q_gain: call.q_norm.0,
-        k_gain: call.k_norm.0,
-        cell: call.cell,
         map: call.map,
         q: call.q,
-        plane_stride: call.plane_stride as u64,
-        planes: call.planes as i32,
-        ld: call.qkv_stride as i32,
-        ld_rope: call.rope_stride as i32,
         ld_q: call.q_stride as i32,
-        heads: call.heads as i32,
-        kv_heads: kv_heads as i32,
-        values_are_keys: i32::from(call.values_are_keys),
-        norm_values: i32::from(call.v_eps.is_some()),
         store_q: i32::from(call.store_q),
-        q_eps: call.q_norm.1,
-        k_eps: call.k_norm.1,
-        v_eps: call.v_eps.unwrap_or(0.0),
-        k_inverse: 1.0 / call.kv_scales[0],
-        v_inverse: 1.0 / call.kv_scales[1],
     };
-    let heads = call.heads + 2 * kv_heads;
+    let heads = call.heads + 2 * call.kv_heads();
     let shape = Shape::grid([heads.div_ceil(4) as u32, call.rows as u32, 1], 128).dependent();
     // SAFETY: the caller's; the shape is the kernel's own.
     unsafe { queue.launch(Kernel::new(FAMILY, entry), shape, &args) }

@@ -6,8 +6,11 @@
 
 use half::bf16;
 use lapidary_cuda::driver::{Block, DevPtr};
-use lapidary_cuda::kernels::attn_decode::{AttnDecode, KvColumns, PageShape, attn_decode, workspace_bytes};
+use lapidary_cuda::kernels::attn_decode::{
+    AttnDecode, KvColumns, PageShape, attn_decode, finish_and_attend, workspace_bytes,
+};
 use lapidary_cuda::kernels::attn_prefill::attn_prefill;
+use lapidary_cuda::kernels::producers::{Finish, finish};
 use lapidary_formats::fp8::{e4m3_from_f32, e4m3_to_f32};
 
 use crate::lab::{Judge, Lab, random, random_bf16};
@@ -251,6 +254,150 @@ fn attention_reads_what_each_row_sees() {
     for case in &cases {
         for fp8 in [false, true] {
             check(&lab, &workspace, case, fp8, false);
+        }
+    }
+}
+
+/// Heads that attention finishes by itself: shape of the layer, then of its own keys and values.
+struct Own {
+    heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
+    window: Option<usize>,
+    keys: &'static [usize],
+    planes: usize,
+    writes: bool,
+    values_are_keys: bool,
+    norm_values: bool,
+    /// A row whose key goes nowhere.
+    nowhere: Option<usize>,
+}
+
+/// Results, and bytes of the pool, of heads finished in a kernel of their own and in attention's.
+fn check_own(lab: &Lab, workspace: &Block, case: &Own, fp8: bool) {
+    let &Own { heads, kv_heads, head_dim: d, window, keys, planes, .. } = case;
+    let pages = PageShape { kv_heads, head_dim: d, fp8 };
+    let rows: Vec<Row> = keys.iter().enumerate().map(|(s, &n)| (s, n - 1, n)).collect();
+    let parts = if case.values_are_keys { 1 } else { 2 } * usize::from(case.writes);
+    let (stride, rope_stride) = ((heads + parts * kv_heads) * d + 4, d + 12);
+    let plane_stride = rows.len() * stride + 16;
+    let qkv = lab.f32(&random(planes * plane_stride, 41));
+    let gains = [42, 43].map(|seed| lab.f32(&random(d, seed).iter().map(|v| 1.5 + v).collect::<Vec<_>>()));
+    let turn = |i: usize| (i % rope_stride) as f32 * 0.37;
+    let rope: Vec<f32> = (0..rows.len() * rope_stride)
+        .map(|i| if i % rope_stride < d / 2 { turn(i).cos() } else { turn(i - d / 2).sin() })
+        .collect();
+    let rope = lab.f32(&rope);
+    let mut runs = Vec::new();
+    for one in [false, true] {
+        let cache = Cache::new(lab, pages, keys);
+        let columns = Columns::new(lab, &cache, &rows);
+        let cell = |&(s, position, _): &Row| {
+            let page = cache.tables[cache.starts[s] as usize + position / 32];
+            if case.nowhere == Some(s) { -1 } else { page * 32 + position as i32 % 32 }
+        };
+        let cells = lab.i32(&rows.iter().map(cell).collect::<Vec<_>>());
+        let (q, out) = (lab.poisoned(rows.len() * heads * d * 2), lab.poisoned(rows.len() * heads * d * 2));
+        let kv_scales = if fp8 { [0.5, 0.25] } else { [1.0, 1.0] };
+        let made = Finish {
+            qkv: qkv.ptr(),
+            qkv_stride: stride,
+            plane_stride,
+            planes,
+            store_q: false,
+            rows: rows.len(),
+            heads,
+            pages,
+            writes: case.writes,
+            values_are_keys: case.values_are_keys,
+            q_norm: (gains[0].ptr(), 1e-6),
+            k_norm: (gains[1].ptr(), 1e-6),
+            v_eps: case.norm_values.then_some(1e-6),
+            rope: rope.ptr(),
+            rope_stride,
+            cell: cells.ptr(),
+            map: DevPtr::NULL,
+            pool: cache.pool.ptr(),
+            kv_scales,
+            q: q.ptr(),
+            q_stride: heads * d,
+        };
+        let call = AttnDecode {
+            heads,
+            pages,
+            pool: cache.pool.ptr(),
+            q: q.ptr(),
+            q_stride: heads * d,
+            out: out.ptr(),
+            out_stride: heads * d,
+            columns: columns.columns,
+            rows: rows.len(),
+            batch_rows: rows.len(),
+            window,
+            scale: kv_scales[0],
+            v_scale: kv_scales[1],
+            workspace: workspace.ptr(),
+        };
+        // SAFETY: the buffers are as large as the calls say, and every row has a sequence of its own.
+        unsafe {
+            if one {
+                finish_and_attend(lab.queue(), &made, &call).unwrap();
+            } else {
+                finish(lab.queue(), &made).unwrap();
+                attn_decode(lab.queue(), &call).unwrap();
+            }
+        }
+        let pool = lab.read(&cache.pool, cache.pool.len());
+        runs.push((lab.read_bf16(&out, rows.len() * heads * d), pool));
+    }
+    let what =
+        format!("{heads} heads of {d} over {kv_heads}, keys {keys:?}, fp8 {fp8}, writes {}", case.writes);
+    assert!(runs[0].0.iter().all(|v| v.is_finite()), "{what}");
+    assert!(runs[0].1 == runs[1].1, "{what}: keys and values differ");
+    let bits = |run: usize| runs[run].0.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
+    assert!(bits(0) == bits(1), "{what}: results differ");
+}
+
+#[test]
+fn attention_that_finishes_its_heads_has_the_bits_of_both_kernels() {
+    let Some(lab) = Lab::new() else { return };
+    let widest = PageShape { kv_heads: 16, head_dim: 512, fp8: false };
+    let workspace = lab.bytes(&vec![0; workspace_bytes(16, 128, widest, 132) * 2]);
+    let own = Own {
+        heads: 8,
+        kv_heads: 1,
+        head_dim: 256,
+        window: None,
+        keys: &[],
+        planes: 1,
+        writes: true,
+        values_are_keys: false,
+        norm_values: true,
+        nowhere: None,
+    };
+    let cases = [
+        // The row's key alone, first and last of a page, in the middle, behind several clusters' worth of pages.
+        Own { keys: &[1], planes: 3, ..own },
+        Own { keys: &[33], head_dim: 512, planes: 2, ..own },
+        Own { keys: &[96], window: Some(70), ..own },
+        Own { keys: &[2077], head_dim: 512, planes: 3, values_are_keys: true, ..own },
+        Own { heads: 32, kv_heads: 16, keys: &[1500], window: Some(1024), norm_values: false, ..own },
+        Own { heads: 32, kv_heads: 4, head_dim: 512, keys: &[300], values_are_keys: true, ..own },
+        // Two units of a kv head, of which one stores; seven heads, five, three.
+        Own { heads: 16, head_dim: 512, keys: &[450], planes: 2, ..own },
+        Own { heads: 7, keys: &[200], ..own },
+        Own { heads: 10, kv_heads: 2, keys: &[77], planes: 2, ..own },
+        Own { heads: 3, keys: &[64], ..own },
+        // Keys of another layer.
+        Own { keys: &[130], writes: false, planes: 2, ..own },
+        Own { head_dim: 512, keys: &[1999], writes: false, ..own },
+        // Rows of several sequences, one of which writes nowhere.
+        Own { heads: 16, kv_heads: 8, keys: &[70, 1, 333, 1200, 64], window: Some(130), planes: 3, ..own },
+        Own { keys: &[40, 65, 32], head_dim: 512, nowhere: Some(1), ..own },
+    ];
+    for case in &cases {
+        for fp8 in [false, true] {
+            check_own(&lab, &workspace, case, fp8);
         }
     }
 }
