@@ -162,16 +162,21 @@ static MEASURED: &[(usize, usize, bool, &str)] = &[
     (1536, 4096, false, "S02 --- G02 --- S02 --- S02 --- S02 --- G02 ---"), // E2B full o
 ];
 
-/// What was faster for one row of FP8 in whole steps (`lapidary bench`, one H200, 2026-12-01) than the best alone: outputs,
-/// inputs, shape. There x from the second-level cache waits behind the weights of the next product.
-static IN_A_STEP: &[(usize, usize, &str)] = &[
-    (16384, 5376, "S01"), // 31B qkv
-    (5376, 21504, "S03"), // 31B down
-    (8192, 3840, "S01"),  // 12B qkv
-    (3840, 4096, "S12"),  // 12B o
-    (30720, 3840, "S11"), // 12B gate+up
-    (8192, 2816, "S11"),  // 26B qkv
-    (2816, 4096, "D03"),  // 26B o
+/// What was faster for one row in whole steps (`lapidary bench`, one H200, 2026-12-01) than the best alone: form, outputs, inputs,
+/// shape. There x from the second-level cache waits behind the weights of the next product, and the kernel behind it adds up planes.
+static IN_A_STEP: &[(Form, usize, usize, &str)] = &[
+    (Form::Fp8, 16384, 5376, "S01"),   // 31B qkv
+    (Form::Fp8, 5376, 21504, "S03"),   // 31B down
+    (Form::Fp8, 8192, 3840, "S11"),    // 12B qkv
+    (Form::Fp8, 3840, 4096, "S12"),    // 12B o
+    (Form::Fp8, 30720, 3840, "D11"),   // 12B gate+up
+    (Form::Fp8, 8192, 2816, "D12"),    // 26B qkv
+    (Form::Fp8, 2816, 4096, "D03"),    // 26B o
+    (Form::Nvfp4, 16384, 5376, "D02"), // 31B qkv
+    (Form::Nvfp4, 5376, 8192, "S12"),  // 31B o
+    (Form::Nvfp4, 5376, 21504, "D03"), // 31B down
+    (Form::Nvfp4, 8192, 2816, "D02"),  // 26B qkv
+    (Form::Nvfp4, 2816, 4096, "S12"),  // 26B o
 ];
 
 /// The measured shape of a product, if there is one that may be used.
@@ -190,8 +195,8 @@ fn measured(work: Work) -> Option<Choice> {
         Form::Q4K => 4,
         Form::Q5K | Form::Sub16 => 5,
     };
-    let in_a_step = IN_A_STEP.iter().find(|m| (m.0, m.1) == (shape.rows, shape.cols));
-    let code = match in_a_step.filter(|_| shape.form == Form::Fp8 && rows == 1) {
+    let in_a_step = |m: &&(Form, usize, usize, &str)| (m.0, m.1, m.2) == (shape.form, shape.rows, shape.cols);
+    let code = match IN_A_STEP.iter().filter(|_| rows == 1).find(in_a_step) {
         Some((.., code)) => code,
         None => codes.split(' ').nth(2 * class + usize::from(rows > 1))?,
     };
@@ -473,6 +478,15 @@ mod tests {
         assert_eq!(choice(Form::Nvfp4, 2816, 4096, 1, 3), (2, 3, 44));
         assert_eq!(choice(Form::Bf16, 1536, 6144, 1, 3), (1, 2, 96));
         assert_eq!(choice(Form::Fp8, 2816, 2112, 1, 3), (2, 3, 44));
+    }
+
+    #[test]
+    fn what_is_faster_in_a_step_is_taken_for_one_row() {
+        for &(form, rows, cols, code) in IN_A_STEP {
+            let gated = MEASURED.iter().any(|m| (m.0, m.1, m.2) == (rows, cols, true));
+            let choice = Choice::of(PackedShape { form, rows, cols }, 1, gated, 3, 132);
+            assert_eq!(choice.code(), code, "{form:?} {rows} x {cols}");
+        }
     }
 
     #[test]
