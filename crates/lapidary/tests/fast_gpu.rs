@@ -148,7 +148,7 @@ fn goldens_in_the_fast_mode() {
         let expected = golden.f32("logits").expect("logits").values;
         let report = compare(&found, &expected);
         println!("{variant}: {report}, bfloat16 of the published implementation {floor:.4}");
-        assert!(report.finite && f64::from(report.rel_rms) <= 1.5 * floor, "{variant}: {report}");
+        assert!(report.finite && report.rel_rms <= 1.5 * floor, "{variant}: {report}");
     }
 }
 
