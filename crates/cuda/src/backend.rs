@@ -1,18 +1,15 @@
 //! The backend: what it owns, and how a pass runs.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use lapidary_formats::{Format, TensorView};
 use lapidary_ops::{
-    Act, ActKind, ActRows, ActSpec, Backend, Batch, BatchShape, DeviceReport, Error, Gain, Group,
-    KernelReport, KvPlan, KvRef, Mat, MemoryUse, Ops, Outcome, PassTiming, Phase, Result, SteerSet,
+    Act, ActKind, ActRows, ActSpec, Backend, Batch, BatchShape, DeviceReport, Error, Gain, Group, KvPlan,
+    KvRef, Mat, MemoryUse, Ops, Outcome, Result, SteerSet,
 };
 
 use crate::buffers::Buffer;
-use crate::driver::{
-    Arena, Context, DevPtr, Event, Graph, Kernels, Pinned, Staging, Stream, built_architectures,
-};
+use crate::driver::{Arena, Context, DevPtr, Graph, Kernels, Pinned, Staging, Stream, built_architectures};
 use crate::fast::{self, Tiles};
 use crate::flight::{Flight, Pending};
 use crate::graphs::{Graphs, Left, Plan};
@@ -24,6 +21,7 @@ use crate::kv::KvPools;
 use crate::launch::Queue;
 use crate::matrix::{Matrix, Store, Tied};
 use crate::ops::{CudaOps, Mode};
+use crate::report;
 use crate::upload::Upload;
 use crate::workspace::Workspace;
 
@@ -291,21 +289,6 @@ impl Drop for CudaBackend {
 impl Backend for CudaBackend {
     fn report(&self) -> DeviceReport {
         let info = &self.context.info;
-        let kernels = Format::ALL.map(|format| match self.packs {
-            true => KernelReport {
-                format,
-                kernel: match (crate::pack::Form::is_exact(format), form_of(format).name()) {
-                    (true, name) => format!("bf16 x {name} on tensor cores"),
-                    (false, name) => format!("bf16 x {name} on tensor cores, weights rounded to bf16"),
-                },
-                fallback: false,
-            },
-            false => KernelReport {
-                format,
-                kernel: "decoded to f32, f32 sums".into(),
-                fallback: self.options.compute == Compute::Fast,
-            },
-        });
         DeviceReport {
             backend: "cuda",
             device: info.name.clone(),
@@ -315,7 +298,7 @@ impl Backend for CudaBackend {
                 Compute::F32 => "f32",
                 Compute::Fast => "fast",
             },
-            kernels: kernels.to_vec(),
+            kernels: Format::ALL.map(|f| report::kernel(f, self.packs, self.options.compute)).to_vec(),
         }
     }
 
@@ -461,7 +444,7 @@ impl Backend for CudaBackend {
         let (pending, argmax) = self.flight.land()?;
         let recorded = pending.repeated.as_ref().and_then(|shape| self.graphs.get(shape));
         let timing = match self.timings {
-            true => Some(pass_timing(&recorded.map_or(&pending.left, |r| &r.left).marks)?),
+            true => Some(report::pass_timing(&recorded.map_or(&pending.left, |r| &r.left).marks)?),
             false => None,
         };
         let weight_bytes = pending.left.weight_bytes;
@@ -576,30 +559,6 @@ impl Backend for CudaBackend {
             kv: self.kv.bytes(),
         }
     }
-}
-
-/// The times of marks from the first one on; the last ends the pass.
-fn pass_timing(marks: &[(Option<Phase>, Event)]) -> Result<PassTiming> {
-    let (Some((_, first)), Some((_, last))) = (marks.first(), marks.last()) else {
-        return Ok(PassTiming::default());
-    };
-    let since = |event: &Event| -> Result<Duration> {
-        Ok(Duration::from_secs_f64(event.micros_since(first)?.max(0.0) / 1e6))
-    };
-    let mut begun = Vec::with_capacity(marks.len());
-    for (phase, event) in marks {
-        if let Some(phase) = phase {
-            begun.push((*phase, since(event)?));
-        }
-    }
-    Ok(PassTiming::from_marks(&begun, since(last)?))
-}
-
-/// The form that a matrix of `format` is packed into, whatever its scales.
-fn form_of(format: Format) -> crate::pack::Form {
-    let scales = lapidary_formats::Scales::None;
-    let view = TensorView { name: String::new(), rows: 0, cols: 0, format, bytes: &[], scales };
-    crate::pack::Form::of(&view)
 }
 
 fn too_many(what: &str) -> Error {

@@ -65,6 +65,8 @@ mod matrix;
 mod ops;
 pub mod pack;
 #[cfg(feature = "cuda")]
+mod report;
+#[cfg(feature = "cuda")]
 mod upload;
 #[cfg(feature = "cuda")]
 mod workspace;

@@ -110,7 +110,7 @@ impl App {
     }
 
     /// Hands a request to the model. Compiling a schema or reading a long prompt takes time, so it happens on a thread
-    /// that may block; a client that leaves meanwhile drops the replies, which cancels them.
+    /// that may block; a client that leaves meanwhile drops the replies, which cancels and counts them.
     ///
     /// # Errors
     /// Why the request is refused.
@@ -119,8 +119,7 @@ impl App {
         F: FnOnce(&dyn Model) -> Result<Vec<Reply>, RequestError> + Send + 'static,
     {
         let watch = Watch::new(self.clone(), id.clone(), route);
-        let replies = self.ask(ask).await?;
-        Ok(Replies::new(replies, watch))
+        self.ask(move |model| Ok(Replies::new(ask(model)?, watch))).await
     }
 
     /// Asks the model something on a thread that may block.

@@ -36,7 +36,7 @@ impl CudaOps<'_> {
 
     pub(super) fn fuses_per_layer(&self, p: &PerLayer) -> bool {
         let most = (self.on.context().info.shared_per_block as usize).saturating_sub(DECLARED);
-        self.rows == per_layer::MAX_ROWS
+        self.rows == 1
             && self.act(p.first.x).width == self.act(p.product.0).width
             && self
                 .per_layer_weights(p)

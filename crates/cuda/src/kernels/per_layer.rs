@@ -8,8 +8,6 @@ use crate::launch::{Args, Queue, Shape};
 use crate::pack::{Form, PackedShape};
 
 const FAMILY: &str = "per_layer_sm90";
-/// Most rows of one call.
-pub const MAX_ROWS: usize = 1;
 /// Width of a layer's own inputs that it takes.
 pub const WIDTH: usize = 256;
 /// Widest residual.

@@ -5,6 +5,7 @@
 
 pub use super::skinny_shape::Choice;
 use super::skinny_shape::Variant;
+pub(crate) use super::skinny_shape::has_row_kernel;
 use crate::driver::DevPtr;
 use crate::error::{Error, Result};
 use crate::launch::{Args, Queue, Shape};

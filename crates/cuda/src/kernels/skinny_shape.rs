@@ -84,6 +84,11 @@ const fn row_ring(form: Form) -> Option<[(usize, usize); 2]> {
     }
 }
 
+/// Whether one row of x has kernels of its own (`kernels/common/row.cuh`), which make integers of it.
+pub(crate) const fn has_row_kernel(form: Form) -> bool {
+    row_ring(form).is_some()
+}
+
 /// Chunks a warp and stage, and stages, for one strip a warp and for two; as in `kernels/skinny_FORM_sm90.cu`.
 const fn ring(form: Form, two: bool) -> Option<(usize, usize)> {
     match (form, two) {
@@ -185,7 +190,7 @@ fn measured(work: Work) -> Option<Choice> {
     if rows >= 8 || sms != 132 {
         return None;
     }
-    let one_row = rows == 1 && row_ring(shape.form).is_some();
+    let one_row = rows == 1 && has_row_kernel(shape.form);
     let (.., codes) = MEASURED.iter().find(|m| (m.0, m.1, m.2) == (shape.rows, shape.cols, gated))?;
     let class = match shape.form {
         Form::Bf16 => 0,
@@ -236,7 +241,7 @@ impl Choice {
         if !ragged && let Some(choice) = measured(work) {
             return choice;
         }
-        if rows == 1 && row_ring(form).is_some() {
+        if rows == 1 && has_row_kernel(form) {
             let wanted = if shape.bytes() >= LARGE_BYTES { Variant::RowTwo } else { Variant::Row };
             let fits = |c: &Choice| c.fits(shape, rows);
             if let Some(choice) = [wanted, Variant::Row].map(|v| work.balance(v)).into_iter().find(fits) {
@@ -291,7 +296,7 @@ impl Choice {
     ) -> Vec<Choice> {
         let two = ring(shape.form, true).is_some();
         let work = Work { shape, rows, gated, most_planes, sms: multiprocessors, groups: 1, scaled: false };
-        let one_row = rows == 1 && row_ring(shape.form).is_some();
+        let one_row = rows == 1 && has_row_kernel(shape.form);
         let variants: &[Variant] = match one_row {
             true => &[Variant::Row, Variant::RowTwo],
             false => &[Variant::Global, Variant::GlobalTwo, Variant::Shared, Variant::SharedTwo],

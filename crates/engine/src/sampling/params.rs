@@ -132,7 +132,6 @@ impl SamplingParams {
             if self.temperature == 0.0 { 1.0 } else { 1.0 / f64::from(self.temperature) };
         let (top_p, min_p, seed) = (self.top_p, self.min_p, self.seed);
         Some(Draw { inverse_temperature, top_k, top_p, min_p, seed, position, suppress })
-            .filter(Draw::is_valid)
     }
 
     /// Whether any logit differs from the model's before the filters.
