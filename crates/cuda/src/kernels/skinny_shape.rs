@@ -20,6 +20,8 @@ pub struct Choice {
     pub(super) blocks: usize,
     /// Whether a block keeps row scales beside its stages.
     pub(super) scaled: bool,
+    /// Experts whose inputs one sum runs over; 1 for a plain product.
+    pub(super) groups: usize,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,10 +42,13 @@ pub(super) enum Variant {
     /// x in shared memory.
     UpShared,
     Down,
-    /// One row, blocks side by side in the columns (`kernels/common/row.cuh`); x in shared memory.
+    /// One row (`kernels/common/row.cuh`); x in shared memory.
     Row,
     /// Two strips a warp.
     RowTwo,
+    RowRouted,
+    RowUp,
+    RowDown,
 }
 
 impl Variant {
@@ -54,20 +59,20 @@ impl Variant {
         }
     }
 
-    /// Which of the kernels for one row it is.
-    fn row(self) -> Option<usize> {
-        match self {
-            Variant::Row => Some(0),
-            Variant::RowTwo => Some(1),
-            _ => None,
-        }
+    /// Whether it is a kernel for one row.
+    fn one_row(self) -> bool {
+        use Variant::{Row, RowDown, RowRouted, RowTwo, RowUp};
+        matches!(self, Row | RowTwo | RowRouted | RowUp | RowDown)
     }
 
     /// What a single row runs on where its form has a kernel for it.
-    fn for_one_row(self) -> Variant {
+    pub(super) fn for_one_row(self) -> Variant {
         match self {
             Variant::Global | Variant::Shared => Variant::Row,
             Variant::GlobalTwo | Variant::SharedTwo => Variant::RowTwo,
+            Variant::Routed | Variant::RoutedShared => Variant::RowRouted,
+            Variant::Up | Variant::UpShared => Variant::RowUp,
+            Variant::Down => Variant::RowDown,
             other => other,
         }
     }
@@ -80,11 +85,12 @@ const fn row_ring(form: Form) -> Option<[(usize, usize); 2]> {
         Form::Nvfp4 => Some([(4, 4), (4, 2)]),
         Form::Int4 | Form::Int4Bf16 | Form::Int4Min => Some([(4, 4), (4, 2)]),
         Form::Q4K => Some([(1, 4), (1, 2)]),
+        Form::Fp8 | Form::Fp8Block => Some([(2, 4), (1, 4)]),
         _ => None,
     }
 }
 
-/// Whether one row of x has kernels of its own (`kernels/common/row.cuh`), which make integers of it.
+/// Whether one row of x has kernels of its own (`kernels/common/row.cuh`).
 pub(crate) const fn has_row_kernel(form: Form) -> bool {
     row_ring(form).is_some()
 }
@@ -242,7 +248,8 @@ impl Choice {
             return choice;
         }
         if rows == 1 && has_row_kernel(form) {
-            let wanted = if shape.bytes() >= LARGE_BYTES { Variant::RowTwo } else { Variant::Row };
+            let two = shape.bytes() >= LARGE_BYTES && !matches!(form, Form::Fp8 | Form::Fp8Block);
+            let wanted = if two { Variant::RowTwo } else { Variant::Row };
             let fits = |c: &Choice| c.fits(shape, rows);
             if let Some(choice) = [wanted, Variant::Row].map(|v| work.balance(v)).into_iter().find(fits) {
                 return choice;
@@ -272,11 +279,11 @@ impl Choice {
         let variant = match self.variant {
             Variant::Global => 'G',
             Variant::GlobalTwo => 'T',
-            Variant::Routed | Variant::RoutedShared => 'R',
+            Variant::Routed | Variant::RoutedShared | Variant::RowRouted => 'R',
             Variant::Shared | Variant::Row => 'S',
             Variant::SharedTwo | Variant::RowTwo => 'D',
-            Variant::Up | Variant::UpShared => 'U',
-            Variant::Down => 'X',
+            Variant::Up | Variant::UpShared | Variant::RowUp => 'U',
+            Variant::Down | Variant::RowDown => 'X',
         };
         format!("{variant}{}{}", self.lwm, self.planes)
     }
@@ -328,6 +335,9 @@ impl Choice {
             Variant::Down => entries.down[usize::from(n2)],
             Variant::Row => entries.row[0],
             Variant::RowTwo => entries.row[1],
+            Variant::RowRouted => entries.row[2],
+            Variant::RowUp => entries.row[3],
+            Variant::RowDown => entries.row[4],
         };
         Kernel::new(entries.family, entry)
     }
@@ -337,15 +347,26 @@ impl Choice {
         self.shared(shape, rows) <= SHARED_OF_TWO
     }
 
+    /// Shared memory that a kernel for one row takes for the inputs of so many chunks.
+    pub(super) fn row_inputs(self, form: Form, chunks: usize) -> usize {
+        match form {
+            Form::Fp8 | Form::Fp8Block => {
+                let (cw, _) = row_ring(form).expect("these have one")[self.variant.strips() - 1];
+                32 + chunks.next_multiple_of(cw * 8 >> self.lwm) * form.chunk_inputs() * 2
+            }
+            _ => chunks * form.chunk_inputs() / 4 + chunks * form.chunk_inputs() * 2,
+        }
+    }
+
     /// Shared memory of a block.
     pub(super) fn shared(self, shape: PackedShape, rows: usize) -> usize {
         let strips = self.variant.strips();
-        if let Some(row) = self.variant.row() {
-            let (cw, ns) = row_ring(shape.form).expect("chosen only where there is one")[row];
-            let inputs = shape.chunks().div_ceil(self.planes) * shape.form.chunk_inputs();
+        if self.variant.one_row() {
+            let (cw, ns) = row_ring(shape.form).expect("chosen only where there is one")[strips - 1];
             let own =
                 ns * 8 * cw * strips * shape.form.chunk_bytes() + 2 * 8 * strips * 64 + (2 * ns + 4) * 8;
-            return own + inputs / 16 * 4 + inputs * 2;
+            let of_experts = if self.variant == Variant::RowDown { MAX_EXPERTS * 4 + ns * 8 * cw * 64 } else { 0 };
+            return own + of_experts + self.row_inputs(shape.form, (shape.chunks() * self.groups).div_ceil(self.planes));
         }
         let (cw, ns) = ring(shape.form, strips == 2).expect("chosen only where there is one");
         let scratch = if matches!(shape.form, Form::Q4K | Form::Q5K) { 1024 } else { 0 };
@@ -392,14 +413,16 @@ impl Work {
     fn candidates(self, variant: Variant) -> Vec<(Choice, f64)> {
         let Work { shape, rows, sms, .. } = self;
         let pieces = shape.form.chunk_inputs() / 64;
-        let chunks = shape.chunks() * if variant == Variant::Down { self.groups } else { 1 };
+        let down = matches!(variant, Variant::Down | Variant::RowDown);
+        let chunks = shape.chunks() * if down { self.groups } else { 1 };
         let mut list = Vec::new();
         for lwm in 0..4 {
             let unit = (1 << lwm) * variant.strips();
             if self.gated && unit < 2 || lwm > 0 && unit > MAX_UNIT {
                 continue;
             }
-            let units = shape.strips().div_ceil(unit) * if variant == Variant::Up { self.groups } else { 1 };
+            let up = matches!(variant, Variant::Up | Variant::RowUp);
+            let units = shape.strips().div_ceil(unit) * if up { self.groups } else { 1 };
             for planes in 1..=self.most_planes.clamp(1, MAX_PLANES) {
                 if planes > 1 && chunks * pieces / planes < 4 {
                     continue;
@@ -413,8 +436,8 @@ impl Work {
                 let sums = (unit * 16 * rows).div_ceil(32 * rows.min(8)) as f64 * 60.0;
                 let warps = rounds as f64 * (steps as f64 * chunk_ns(shape.form) + 290.0 + sums);
                 let time = memory.max(warps) + 0.25 * memory.min(warps) + 60.0 * planes as f64;
-                let choice =
-                    Choice { variant, tiles: rows.div_ceil(8), lwm, planes, blocks, scaled: self.scaled };
+                let (tiles, groups) = (rows.div_ceil(8), if down { self.groups } else { 1 });
+                let choice = Choice { variant, tiles, lwm, planes, blocks, scaled: self.scaled, groups };
                 list.push((choice, time));
             }
         }
@@ -435,7 +458,7 @@ struct Entries {
     up_shared: &'static str,
     down: [&'static str; 2],
     /// There for the forms that [`row_ring`] names.
-    row: [&'static str; 2],
+    row: [&'static str; 5],
 }
 
 macro_rules! entries {
@@ -458,6 +481,9 @@ macro_rules! entries {
             row: [
                 concat!("skinny_", $name, "_r1"),
                 concat!("skinny_", $name, "_r2"),
+                concat!("skinny_", $name, "_r_routed"),
+                concat!("skinny_", $name, "_r_up"),
+                concat!("skinny_", $name, "_r_down"),
             ],
         }),*]
     };
