@@ -235,6 +235,7 @@ template <class F, int CW, int MS, bool DOWN> struct RowIntegers {
     const int kx = chunks * F::KC;
     float* scales = (float*)to;
     uint8_t* xs = to + kx / 4;
+#pragma unroll 1
     for (int i0 = threadIdx.x; i0 < (kx / 8 + 255) / 256 * 256; i0 += 4 * 256) {
       uint4 v[4];
 #pragma unroll

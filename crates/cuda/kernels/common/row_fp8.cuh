@@ -36,7 +36,7 @@ template <class F, int CW, int MS, bool DOWN, bool BLOCK> struct RowE4M3 {
   static constexpr int SETS = MS == 1 && !SCALED ? 2 : 1;       // two sets of sums where one would be a chain
   float acc[SETS][MS][4];
 
-  static __device__ __forceinline__ int filled(int chunks, int cps) { return (chunks + cps - 1) / cps * cps; }  // the last stage is multiplied whole
+  static __device__ __forceinline__ int filled(int chunks, int cps) { return (chunks + cps - 1) & -cps; }  // the last stage is multiplied whole
   static __device__ __forceinline__ int x_bytes(int chunks, int cps) { return 32 + filled(chunks, cps) * F::KC * 2; }
 
   // Words of a code are k2 k0 k3 k1: pairs of x follow.
@@ -45,6 +45,7 @@ template <class F, int CW, int MS, bool DOWN, bool BLOCK> struct RowE4M3 {
     uint4* xs = (uint4*)(to + 32);
     const int n = filled(chunks, cps) * (F::KC / 8);
     uint32_t top = 0;
+#pragma unroll 1
     for (int i0 = threadIdx.x; i0 < n; i0 += 4 * 256) {
       uint4 v[4];
 #pragma unroll

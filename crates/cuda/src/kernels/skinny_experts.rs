@@ -232,10 +232,11 @@ pub unsafe fn experts_down(queue: Queue<'_>, call: &ExpertsDown) -> Result<usize
     let work = Work { shape, rows: call.rows, gated: false, most_planes, sms, groups, scaled };
     // The kernel for one row takes the experts' inputs as one vector.
     let row = call.rows == 1 && has_row_kernel(shape.form) && call.hidden_stride == shape.cols;
-    let choice = match Some(work.balance(Variant::RowDown)).filter(|c| row && c.shared(shape, 1) <= SHARED_OF_TWO) {
-        Some(choice) => choice,
-        None => work.balance(Variant::Down),
-    };
+    let choice =
+        match Some(work.balance(Variant::RowDown)).filter(|c| row && c.shared(shape, 1) <= SHARED_OF_TWO) {
+            Some(choice) => choice,
+            None => work.balance(Variant::Down),
+        };
     let mut args = arguments(&call.weights, call.rows, choice, false);
     args.x = call.hidden;
     args.ldx = call.hidden_stride as i32;

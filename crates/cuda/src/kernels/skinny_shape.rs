@@ -126,6 +126,8 @@ const MAX_UNIT: usize = 4;
 const LARGE_BYTES: usize = 32 << 20;
 /// Shared memory of one of a multiprocessor's two blocks.
 pub(super) const SHARED_OF_TWO: usize = 113 << 10;
+/// With less a third block would find place on a multiprocessor: of the next product, which then has three on some and one on others.
+const NO_THIRD: usize = 76 << 10;
 
 /// What the sweep over Gemma's matrices found best (`cargo bench ... sweep`, one H200, 2026-11-30, one row of four bits
 /// 2026-12-01, where more planes have to gain 0.1 us each): outputs, inputs, gated,
@@ -365,8 +367,10 @@ impl Choice {
             let (cw, ns) = row_ring(shape.form).expect("chosen only where there is one")[strips - 1];
             let own =
                 ns * 8 * cw * strips * shape.form.chunk_bytes() + 2 * 8 * strips * 64 + (2 * ns + 4) * 8;
-            let of_experts = if self.variant == Variant::RowDown { MAX_EXPERTS * 4 + ns * 8 * cw * 64 } else { 0 };
-            return own + of_experts + self.row_inputs(shape.form, (shape.chunks() * self.groups).div_ceil(self.planes));
+            let of_experts =
+                if self.variant == Variant::RowDown { MAX_EXPERTS * 4 + ns * 8 * cw * 64 } else { 0 };
+            let inputs = self.row_inputs(shape.form, (shape.chunks() * self.groups).div_ceil(self.planes));
+            return (own + of_experts + inputs).max(NO_THIRD);
         }
         let (cw, ns) = ring(shape.form, strips == 2).expect("chosen only where there is one");
         let scratch = if matches!(shape.form, Form::Q4K | Form::Q5K) { 1024 } else { 0 };

@@ -12,8 +12,14 @@ use lapidary_formats::{Encoded, Format, Scaling};
 use crate::lab::{Judge, Lab, Packed, decode, dot, matrix, random, random_bf16};
 use crate::skinny_gemm::{KINDS, allowed, gelu, picked, rounding};
 
-/// The relative error of all sums together.
-fn relative(format: Format) -> f64 {
+/// The relative error of all sums together. One row's inputs of few experts, made of gate and up, differ more within a block than random ones, and four bits
+/// have them as integers.
+fn relative(format: Format, rows: usize) -> f64 {
+    if rows == 1
+        && matches!(format, Format::Nvfp4 | Format::GgufNvfp4 | Format::Q4_0 | Format::Int4G32 | Format::Q4_1)
+    {
+        return 5e-5;
+    }
     if matches!(format, Format::Q5_0 | Format::Q6K | Format::Q3K) { 1e-4 } else { 2e-5 }
 }
 
@@ -109,7 +115,7 @@ impl Side {
             let beyond = &found[n * (m + 4) + m..(n + 1) * (m + 4)];
             assert!(beyond.iter().all(|v| v.to_bits() == u32::MAX), "{what}");
         }
-        judge.finish(relative(view.format));
+        judge.finish(relative(view.format, rows));
     }
 }
 
@@ -223,7 +229,7 @@ fn check_experts(lab: &Lab, format: Format, scaling: Scaling, sizes: Sizes, rows
                 judge.see((n, i), sum, expected, allowed(groups * width, size) + lost);
             }
         }
-        judge.finish(relative(format));
+        judge.finish(relative(format, rows));
     }
 }
 
