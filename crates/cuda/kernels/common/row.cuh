@@ -98,7 +98,7 @@ __device__ __forceinline__ void row_body(const SkinnyArgs& a, int u0, int ustep,
     int slot = 0, parity = 1, units = a.per_group;
     bool waited = MODE != EXPERT_UP;
     auto next = [&]() { if (++slot == NS) { slot = 0; parity ^= 1; } };
-    if (MODE == EXPERT_DOWN) {
+    if constexpr (MODE == EXPERT_DOWN) {
       const int chunks = a.chunks * groups, cut = a.planes == 1 ? chunks : a.planes == 2 ? (chunks + 1) >> 1 : (chunks + 2) / 3;
       const int c0 = min(plane * cut, chunks), c1 = min(c0 + cut, chunks);
       for (int u = u0; u < units; u += ustep) {
@@ -118,31 +118,31 @@ __device__ __forceinline__ void row_body(const SkinnyArgs& a, int u0, int ustep,
           }
         }
       }
-      return;
-    }
-    for (int u = MODE == EXPERT_DOWN ? units : u0 - n_side * ustep; u < units || !waited; u += ustep) {
-      const bool on_side = MODE == EXPERT_UP && u < u0, gated = all_gated && !on_side;
-      if (!on_side && !waited) {
-        waited = true;
-        pdl_wait();
-        units *= __ldcg(a.groups);
-        if (u >= units) break;
-      }
-      const int e = MODE == EXPERT_UP && !on_side ? divide(u, a.magic_group) : 0, lrun = gated ? lunit - 1 : lunit, run = 1 << lrun;
-      const int total = on_side ? side.strips : a.strips, first = (on_side ? side_unit : u - e * a.per_group) << lrun, n = min(run, total - first);
-      const uint8_t* w = on_side ? side.w : MODE == EXPERT_UP ? a.w + __ldcg(a.groups + 1 + e) * a.group_bytes : a.w;
-      const uint64_t strip_bytes = on_side ? side.strip_bytes : a.strip_bytes;
-      const int c0 = on_side ? side_c0 : min(plane * a.cut, a.chunks), c1 = on_side ? side_c1 : min(c0 + a.cut, a.chunks);
-      for (int c = c0; c < c1; c += cps, next()) {
-        const int have = min(cps, c1 - c);
-        mbar_wait(empty + slot, parity);
-        mbar_expect(full + slot, have * F::CB * (gated ? 2 * n : n));
+    } else {
+      for (int u = u0 - n_side * ustep; u < units || !waited; u += ustep) {
+        const bool on_side = MODE == EXPERT_UP && u < u0, gated = all_gated && !on_side;
+        if (!on_side && !waited) {
+          waited = true;
+          pdl_wait();
+          units *= __ldcg(a.groups);
+          if (u >= units) break;
+        }
+        const int e = MODE == EXPERT_UP && !on_side ? divide(u, a.magic_group) : 0, lrun = gated ? lunit - 1 : lunit, run = 1 << lrun;
+        const int total = on_side ? side.strips : a.strips, first = (on_side ? side_unit : u - e * a.per_group) << lrun, n = min(run, total - first);
+        const uint8_t* w = on_side ? side.w : MODE == EXPERT_UP ? a.w + __ldcg(a.groups + 1 + e) * a.group_bytes : a.w;
+        const uint64_t strip_bytes = on_side ? side.strip_bytes : a.strip_bytes;
+        const int c0 = on_side ? side_c0 : min(plane * a.cut, a.chunks), c1 = on_side ? side_c1 : min(c0 + a.cut, a.chunks);
+        for (int c = c0; c < c1; c += cps, next()) {
+          const int have = min(cps, c1 - c);
+          mbar_wait(empty + slot, parity);
+          mbar_expect(full + slot, have * F::CB * (gated ? 2 * n : n));
 #pragma unroll 1
-        for (int i = 0; i < unit_strips; i++) {
-          const int j = i >= run ? i - run : i;
-          if (j >= n) continue;
-          const int strip = first + j + (i >= run ? total : 0);
-          bulk_load_once(sm + slot * STAGE + i * cps * F::CB, w + strip * strip_bytes + (size_t)c * F::CB, have * F::CB, full + slot);
+          for (int i = 0; i < unit_strips; i++) {
+            const int j = i >= run ? i - run : i;
+            if (j >= n) continue;
+            const int strip = first + j + (i >= run ? total : 0);
+            bulk_load_once(sm + slot * STAGE + i * cps * F::CB, w + strip * strip_bytes + (size_t)c * F::CB, have * F::CB, full + slot);
+          }
         }
       }
     }
