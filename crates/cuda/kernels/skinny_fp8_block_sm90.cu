@@ -5,4 +5,5 @@
 SKINNY_FORM(fp8_block, Fp8Block, 2, 4)
 SKINNY_TWO_STRIPS(fp8_block, Fp8Block, 1, 4)
 ROW_FORM(fp8_block, Fp8Block, 2, 4, 1, 4)
+ROW_DEEP(fp8_block, Fp8Block, 2, 6, 1, 6)
 ROW_EXPERTS(fp8_block, Fp8Block, 2, 4)

@@ -5,4 +5,5 @@
 SKINNY_FORM(fp8, Fp8, 2, 4)
 SKINNY_TWO_STRIPS(fp8, Fp8, 1, 4)
 ROW_FORM(fp8, Fp8, 2, 4, 1, 4)
+ROW_DEEP(fp8, Fp8, 2, 6, 1, 6)
 ROW_EXPERTS(fp8, Fp8, 2, 4)

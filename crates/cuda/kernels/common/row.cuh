@@ -46,14 +46,15 @@ struct RowStage {
 };
 
 // RowWarp<F, CW, MS, DOWN>: a form's sums in a warp.
-//   float bring(uint8_t* to, const bf16* x, int chunks, int inputs, int cps)   all consumers: x, zeros beyond `inputs`, to shared memory; the factor of all sums
+//   float bring(uint8_t* to, const bf16* x, int chunks, int inputs, int cps, uint32_t* most)   all consumers: x, zeros beyond `inputs`, to shared memory; the
+//                                                                             factor of all sums. *most is 0 and theirs
 //   x_bytes(int chunks, int cps)                                              what that takes
 //   begin(const RowPlace&); clear(); stage(const RowPlace&, const RowStage&, const uint8_t* x); float2 sum(int ms)   of rows g, g + 8, in lanes with t = 0
 template <class F, int CW, int MS, bool DOWN> struct RowWarp;
 
 // Beyond the ring: the warps' sums (two buffers), barriers, for experts their ids; EXPERT_DOWN: row scales of every stage; then x.
 template <class F, int CW, int NS, int MS, Mode MODE> __host__ __device__ constexpr int row_smem() {
-  return NS * 8 * CW * MS * F::CB + 2 * 8 * MS * 64 + (2 * NS + 4) * 8 + (MODE == EXPERT_DOWN ? MAX_GROUPS * 4 + NS * 8 * CW * MS * 64 : 0);
+  return NS * 8 * CW * MS * F::CB + 2 * 8 * MS * 64 + (2 * NS + 6) * 8 + (MODE == EXPERT_DOWN ? MAX_GROUPS * 4 + NS * 8 * CW * MS * 64 : 0);
 }
 
 // u0, ustep, side, side_jobs: as in skinny_body.
@@ -68,7 +69,8 @@ __device__ __forceinline__ void row_body(const SkinnyArgs& a, int u0, int ustep,
   uint64_t* full = (uint64_t*)(red + 2 * 8 * MS * 16);
   uint64_t* empty = full + NS;
   uint64_t *rfull = empty + NS, *rempty = rfull + 2;
-  int* ids = (int*)(rempty + 2);              // EXPERT_DOWN: experts in the order of the list
+  uint32_t* most = (uint32_t*)(rempty + 2);   // for bring: of x, of the side product's
+  int* ids = (int*)(rempty + 4);              // EXPERT_DOWN: experts in the order of the list
   float* scales = (float*)(ids + MAX_GROUPS);  // of the stages' rows
   uint8_t* xs = sm + row_smem<F, CW, NS, MS, MODE>();
   const bool all_gated = MODE == EXPERT_UP || (MODE == DENSE && a.epilogue == OUT_GATED);
@@ -80,6 +82,7 @@ __device__ __forceinline__ void row_body(const SkinnyArgs& a, int u0, int ustep,
   if (threadIdx.x == 256) {
     for (int i = 0; i < NS; i++) { mbar_init(full + i, 1); mbar_init(empty + i, 256); }
     for (int i = 0; i < 2; i++) { mbar_init(rfull + i, 256); mbar_init(rempty + i, 32); }
+    most[0] = most[1] = 0;
     fence_barrier_init();
     fence_proxy_async();
   }
@@ -172,8 +175,8 @@ __device__ __forceinline__ void row_body(const SkinnyArgs& a, int u0, int ustep,
   w.begin(p);
   uint8_t* side_xs = xs + w.x_bytes(main_c1 - main_c0, cps);
   float side_factor = 1;
-  if (n_side) side_factor = w.bring(side_xs, side.x + side_c0 * F::KC, side_c1 - side_c0, min(side_c1 * F::KC, side.k) - side_c0 * F::KC, cps);
-  const float factor = w.bring(xs, a.x + main_c0 * F::KC, main_c1 - main_c0, min(main_c1 * F::KC, a.k * (MODE == EXPERT_DOWN ? groups : 1)) - main_c0 * F::KC, cps);
+  if (n_side) side_factor = w.bring(side_xs, side.x + side_c0 * F::KC, side_c1 - side_c0, min(side_c1 * F::KC, side.k) - side_c0 * F::KC, cps, most + 1);
+  const float factor = w.bring(xs, a.x + main_c0 * F::KC, main_c1 - main_c0, min(main_c1 * F::KC, a.k * (MODE == EXPERT_DOWN ? groups : 1)) - main_c0 * F::KC, cps, most);
 
   int slot = 0, parity = 0;
 #pragma unroll 1
@@ -255,6 +258,10 @@ __device__ __forceinline__ void row_body(const SkinnyArgs& a, int u0, int ustep,
 #define ROW_FORM(FORM, F, CW1, NS1, CW2, NS2) \
   ROW(skinny_##FORM##_r1, F, CW1, NS1, 1)     \
   ROW(skinny_##FORM##_r2, F, CW2, NS2, 2)
+// The same with more stages.
+#define ROW_DEEP(FORM, F, CW1, NS1, CW2, NS2)  \
+  ROW(skinny_##FORM##_r1_deep, F, CW1, NS1, 1) \
+  ROW(skinny_##FORM##_r2_deep, F, CW2, NS2, 2)
 #define ROW_EXPERTS(FORM, F, CW, NS)                                                                                          \
   extern "C" __global__ void __launch_bounds__(288, 2) skinny_##FORM##_r_routed(const __grid_constant__ RoutedArgs p) {        \
     const int block = blockIdx.x, routers = p.router_blocks;                                                                   \

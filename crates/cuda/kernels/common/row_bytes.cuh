@@ -231,7 +231,7 @@ template <class F, int CW, int MS, bool DOWN> struct RowIntegers {
   RowReads r;
 
   static __device__ __forceinline__ int x_bytes(int chunks, int) { return chunks * F::KC / 4 + chunks * F::KC * 2; }
-  static __device__ __forceinline__ float bring(uint8_t* to, const bf16* x, int chunks, int inputs, int) {
+  static __device__ __forceinline__ float bring(uint8_t* to, const bf16* x, int chunks, int inputs, int, uint32_t*) {
     const int kx = chunks * F::KC;
     float* scales = (float*)to;
     uint8_t* xs = to + kx / 4;

@@ -1,8 +1,9 @@
 // One row of x against E4M3 weights: out[m] = sum_k W[m][k] x[k], float32 sums of exact products.
 //
 // The chip converts two codes to f16 in one instruction (F2FP.UNPACK), where bringing them into bf16 fields takes three and a half. So x becomes f16 as well, under
-// a power of two that all its inputs share: the largest lies in [2^14, 2^15), and one that is 2^-31 of it or more keeps all of a bf16's bits; a smaller one is off by at most
-// 2^-39 of the largest. An input that is not finite makes every output NaN.
+// a power of two that all its inputs share: 2^5 where the largest lies in [2^-6, 2^10), which costs no second look, else the one that brings the largest to [2^14, 2^15).
+// An input that is 2^-16 of the largest or more keeps all of a bf16's bits, a smaller one is off by at most 2^-24 of the largest. An input that is not finite makes every
+// output NaN.
 //
 // Of the eight columns of mma.m16n8k16 one is wanted; the others repeat it.
 #pragma once
@@ -34,48 +35,49 @@ __device__ __forceinline__ uint32_t pack_f16x2(float lo, float hi) {
 template <class F, int CW, int MS, bool DOWN, bool BLOCK> struct RowE4M3 {
   static constexpr bool SCALED = DOWN || BLOCK;                 // every chunk's sums are scaled before they are added
   static constexpr int SETS = MS == 1 && !SCALED ? 2 : 1;       // two sets of sums where one would be a chain
+  static constexpr uint32_t LEAST = 121, MOST = 136;            // 2^-6, 2^9: exponents of the largest input for which times 2^5 will do
   float acc[SETS][MS][4];
 
   static __device__ __forceinline__ int filled(int chunks, int cps) { return (chunks + cps - 1) & -cps; }  // the last stage is multiplied whole
-  static __device__ __forceinline__ int x_bytes(int chunks, int cps) { return 32 + filled(chunks, cps) * F::KC * 2; }
+  static __device__ __forceinline__ int x_bytes(int chunks, int cps) { return filled(chunks, cps) * F::KC * 2; }
 
   // Words of a code are k2 k0 k3 k1: pairs of x follow.
-  static __device__ __forceinline__ float bring(uint8_t* to, const bf16* x, int chunks, int inputs, int cps) {
-    uint32_t* most = (uint32_t*)to;  // largest input of each warp
-    uint4* xs = (uint4*)(to + 32);
+  static __device__ __forceinline__ float bring(uint8_t* to, const bf16* x, int chunks, int inputs, int cps, uint32_t* most) {
+    uint4* xs = (uint4*)to;
     const int n = filled(chunks, cps) * (F::KC / 8);
-    uint32_t top = 0;
+    float times = 32, factor = 1 / 32.f;
 #pragma unroll 1
-    for (int i0 = threadIdx.x; i0 < n; i0 += 4 * 256) {
-      uint4 v[4];
+    for (bool again = false;; again = true) {
+      auto low = [&](uint32_t v) { return __uint_as_float(v << 16) * times; };
+      auto high = [&](uint32_t v) { return __uint_as_float(v & 0xffff0000u) * times; };
+      uint32_t top = 0;
+#pragma unroll 1
+      for (int i0 = threadIdx.x; i0 < n; i0 += 4 * 256) {
+        uint4 v[4];
 #pragma unroll
-      for (int j = 0; j < 4; j++) {
-        v[j] = make_uint4(0, 0, 0, 0);
-        if ((i0 + j * 256) * 8 < inputs) v[j] = *(const uint4*)(x + (i0 + j * 256) * 8);
-      }
+        for (int j = 0; j < 4; j++) {
+          v[j] = make_uint4(0, 0, 0, 0);
+          if ((i0 + j * 256) * 8 < inputs) v[j] = *(const uint4*)(x + (i0 + j * 256) * 8);
+        }
 #pragma unroll
-      for (int j = 0; j < 4; j++) {
-        top = __vmaxu2(__vmaxu2(top, v[j].x & 0x7fff7fffu), v[j].y & 0x7fff7fffu);
-        top = __vmaxu2(__vmaxu2(top, v[j].z & 0x7fff7fffu), v[j].w & 0x7fff7fffu);
-        if (i0 + j * 256 < n) xs[i0 + j * 256] = v[j];
+        for (int j = 0; j < 4; j++) {
+          const uint4 u = v[j];
+          top = __vmaxu2(__vmaxu2(top, u.x & 0x7fff7fffu), u.y & 0x7fff7fffu);
+          top = __vmaxu2(__vmaxu2(top, u.z & 0x7fff7fffu), u.w & 0x7fff7fffu);
+          if (i0 + j * 256 < n) xs[i0 + j * 256] = make_uint4(pack_f16x2(low(u.y), low(u.x)), pack_f16x2(high(u.y), high(u.x)), pack_f16x2(low(u.w), low(u.z)), pack_f16x2(high(u.w), high(u.z)));
+        }
       }
+      if (!again) {
+        top = __reduce_max_sync(~0u, max(top & 0xffffu, top >> 16));
+        if ((threadIdx.x & 31) == 0) atomicMax(most, top);
+      }
+      consumers_sync();
+      const uint32_t e = *most >> 7;
+      if (again || (e >= LEAST && e <= MOST)) return factor;
+      const uint32_t own = max(e, 15u);
+      times = __uint_as_float((268 - own) << 23);
+      factor = e < 255 ? __uint_as_float((own - 14) << 23) : __uint_as_float(0x7fffffffu);
     }
-    top = __reduce_max_sync(~0u, max(top & 0xffffu, top >> 16));
-    if ((threadIdx.x & 31) == 0) most[threadIdx.x >> 5] = top;
-    consumers_sync();
-    const uint4 m0 = *(const uint4*)most, m1 = *(const uint4*)(most + 4);
-    top = max(max(max(m0.x, m0.y), max(m0.z, m0.w)), max(max(m1.x, m1.y), max(m1.z, m1.w)));
-    const uint32_t e = max(top >> 7, 15u);
-    const float times = __uint_as_float((268 - e) << 23);
-    auto low = [&](uint32_t v) { return __uint_as_float(v << 16) * times; };
-    auto high = [&](uint32_t v) { return __uint_as_float(v & 0xffff0000u) * times; };
-#pragma unroll 2
-    for (int i = threadIdx.x; i < n; i += 256) {  // what this thread has written
-      const uint4 v = xs[i];
-      xs[i] = make_uint4(pack_f16x2(low(v.y), low(v.x)), pack_f16x2(high(v.y), high(v.x)), pack_f16x2(low(v.w), low(v.z)), pack_f16x2(high(v.w), high(v.z)));
-    }
-    consumers_sync();
-    return top < 0x7f80u ? __uint_as_float((e - 14) << 23) : __uint_as_float(0x7fffffffu);
   }
 
   __device__ __forceinline__ void begin(const RowPlace&) {}
@@ -90,7 +92,7 @@ template <class F, int CW, int MS, bool DOWN, bool BLOCK> struct RowE4M3 {
 #pragma unroll
     for (int j = 0; j < CW; j++) {
       ck[j] = p.wk + (j << p.lwk);
-      const uint32_t from = smem_addr(xs) + 32 + (s.at + ck[j]) * F::KC * 2 + p.t * 16;
+      const uint32_t from = smem_addr(xs) + (s.at + ck[j]) * F::KC * 2 + p.t * 16;
       if (ck[j] >= s.have) ck[j] = 0;
       const uint32_t codes = s.codes + ck[j] * F::CB + p.lane * 16;
 #pragma unroll

@@ -22,6 +22,8 @@ pub struct Choice {
     pub(super) scaled: bool,
     /// Experts whose inputs one sum runs over; 1 for a plain product.
     pub(super) groups: usize,
+    /// Whether the ring has more stages.
+    pub(super) deep: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -90,6 +92,14 @@ const fn row_ring(form: Form) -> Option<[(usize, usize); 2]> {
     }
 }
 
+/// Stages of the kernels for one row of a matrix that several rings full of it make up.
+const fn deep_stages(form: Form) -> Option<usize> {
+    match form {
+        Form::Fp8 | Form::Fp8Block => Some(6),
+        _ => None,
+    }
+}
+
 /// Whether one row of x has kernels of its own (`kernels/common/row.cuh`).
 pub(crate) const fn has_row_kernel(form: Form) -> bool {
     row_ring(form).is_some()
@@ -128,6 +138,8 @@ const LARGE_BYTES: usize = 32 << 20;
 pub(super) const SHARED_OF_TWO: usize = 113 << 10;
 /// With less a third block would find place on a multiprocessor: of the next product, which then has three on some and one on others.
 const NO_THIRD: usize = 76 << 10;
+/// From here on a deeper ring is worth the place that it takes from the small kernels between products.
+const DEEP_BYTES: usize = 24 << 20;
 
 /// What the sweep over Gemma's matrices found best (`cargo bench ... sweep`, one H200, 2026-11-30, one row of four bits
 /// 2026-12-01, where more planes have to gain 0.1 us each): outputs, inputs, gated,
@@ -191,6 +203,10 @@ static IN_A_STEP: &[(Form, usize, usize, &str)] = &[
     (Form::Nvfp4, 8192, 2816, "D02"),  // 26B qkv
     (Form::Nvfp4, 2816, 4096, "S12"),  // 26B o
 ];
+
+/// The same for chosen experts: gate and up (U) and down (X).
+static EXPERTS_IN_A_STEP: &[(Form, usize, usize, &str)] =
+    &[(Form::Fp8, 2816, 704, "X02"), (Form::Nvfp4, 1408, 2816, "U21"), (Form::Nvfp4, 2816, 704, "X01")];
 
 /// The measured shape of a product, if there is one that may be used.
 fn measured(work: Work) -> Option<Choice> {
@@ -335,8 +351,8 @@ impl Choice {
             Variant::Up => entries.up[usize::from(n2)],
             Variant::UpShared => entries.up_shared,
             Variant::Down => entries.down[usize::from(n2)],
-            Variant::Row => entries.row[0],
-            Variant::RowTwo => entries.row[1],
+            Variant::Row => entries.row[if self.deep { 5 } else { 0 }],
+            Variant::RowTwo => entries.row[if self.deep { 6 } else { 1 }],
             Variant::RowRouted => entries.row[2],
             Variant::RowUp => entries.row[3],
             Variant::RowDown => entries.row[4],
@@ -354,7 +370,7 @@ impl Choice {
         match form {
             Form::Fp8 | Form::Fp8Block => {
                 let (cw, _) = row_ring(form).expect("these have one")[self.variant.strips() - 1];
-                32 + chunks.next_multiple_of(cw * 8 >> self.lwm) * form.chunk_inputs() * 2
+                chunks.next_multiple_of(cw * 8 >> self.lwm) * form.chunk_inputs() * 2
             }
             _ => chunks * form.chunk_inputs() / 4 + chunks * form.chunk_inputs() * 2,
         }
@@ -365,8 +381,9 @@ impl Choice {
         let strips = self.variant.strips();
         if self.variant.one_row() {
             let (cw, ns) = row_ring(shape.form).expect("chosen only where there is one")[strips - 1];
+            let ns = deep_stages(shape.form).filter(|_| self.deep).unwrap_or(ns);
             let own =
-                ns * 8 * cw * strips * shape.form.chunk_bytes() + 2 * 8 * strips * 64 + (2 * ns + 4) * 8;
+                ns * 8 * cw * strips * shape.form.chunk_bytes() + 2 * 8 * strips * 64 + (2 * ns + 6) * 8;
             let of_experts =
                 if self.variant == Variant::RowDown { MAX_EXPERTS * 4 + ns * 8 * cw * 64 } else { 0 };
             let inputs = self.row_inputs(shape.form, (shape.chunks() * self.groups).div_ceil(self.planes));
@@ -409,7 +426,24 @@ impl Work {
     /// The groups of strips and planes with the shortest time by a plain model: the bytes of the fullest multiprocessor,
     /// or the rounds of a warp.
     pub fn balance(self, variant: Variant) -> Choice {
-        let best = self.candidates(variant).into_iter().min_by(|a, b| a.1.total_cmp(&b.1));
+        let mut list = self.candidates(variant);
+        let of_step = |m: &&(Form, usize, usize, &str)| {
+            (m.0, m.1, m.2) == (self.shape.form, self.shape.rows, self.shape.cols)
+        };
+        let kind = match variant {
+            Variant::RowUp => 'U',
+            Variant::RowDown => 'X',
+            _ => '-',
+        };
+        let code =
+            EXPERTS_IN_A_STEP.iter().filter(|m| self.sms == 132 && m.3.starts_with(kind)).find(of_step);
+        let env = std::env::var(if kind == 'U' { "L_UP" } else { "L_DOWN" }).ok().filter(|_| kind != '-');
+        if let Some(code) = env.as_deref().or(code.map(|m| m.3)) {
+            if list.iter().any(|(c, _)| c.code() == code) {
+                list.retain(|(c, _)| c.code() == code);
+            }
+        }
+        let best = list.into_iter().min_by(|a, b| a.1.total_cmp(&b.1));
         best.expect("one plane and eight groups of strips are always possible").0
     }
 
@@ -441,7 +475,13 @@ impl Work {
                 let warps = rounds as f64 * (steps as f64 * chunk_ns(shape.form) + 290.0 + sums);
                 let time = memory.max(warps) + 0.25 * memory.min(warps) + 60.0 * planes as f64;
                 let (tiles, groups) = (rows.div_ceil(8), if down { self.groups } else { 1 });
-                let choice = Choice { variant, tiles, lwm, planes, blocks, scaled: self.scaled, groups };
+                let choice =
+                    Choice { variant, tiles, lwm, planes, blocks, scaled: self.scaled, groups, deep: false };
+                let deep = Choice { deep: true, ..choice };
+                let long = matches!(variant, Variant::Row | Variant::RowTwo)
+                    && deep_stages(shape.form).is_some()
+                    && shape.bytes() >= DEEP_BYTES;
+                let choice = if long && deep.fits(shape, rows) { deep } else { choice };
                 list.push((choice, time));
             }
         }
@@ -462,7 +502,7 @@ struct Entries {
     up_shared: &'static str,
     down: [&'static str; 2],
     /// There for the forms that [`row_ring`] names.
-    row: [&'static str; 5],
+    row: [&'static str; 7],
 }
 
 macro_rules! entries {
@@ -488,6 +528,8 @@ macro_rules! entries {
                 concat!("skinny_", $name, "_r_routed"),
                 concat!("skinny_", $name, "_r_up"),
                 concat!("skinny_", $name, "_r_down"),
+                concat!("skinny_", $name, "_r1_deep"),
+                concat!("skinny_", $name, "_r2_deep"),
             ],
         }),*]
     };

@@ -54,13 +54,13 @@ pub fn allowed(k: usize, size: f64) -> f64 {
 
 /// What one row of x loses on its way to a form of four bits or to FP8: `sum |w| |x - x'|` at most. A block's inputs become integers
 /// under a power of two `u`, the largest of them at least 127.5 x 2^7 u: rounding loses u / 2 of an input, and nothing of one with eight significant
-/// bits above u, which all have that are 2^-6 of the largest. For FP8 the largest input of all becomes an f16 of at least 2^14, and of small ones those
+/// bits above u, which all have that are 2^-6 of the largest. For FP8 the largest input of all becomes an f16 of at least 1/2, and of small ones those
 /// below 2^-17 lose up to 2^-25.
 pub fn rounding(format: Format, rows: usize, w: &[f32], x: &[f32]) -> f64 {
     if format == Format::Fp8E4M3 && rows == 1 {
         let most = x.iter().fold(0.0f32, |m, x| m.max(x.abs()));
-        let small = w.iter().zip(x).filter(|(_, x)| x.abs() < most * 2f32.powi(-31));
-        return small.map(|(w, _)| f64::from(w.abs() * most) * 2f64.powi(-39)).sum();
+        let small = w.iter().zip(x).filter(|(_, x)| x.abs() < most * 2f32.powi(-16));
+        return small.map(|(w, _)| f64::from(w.abs() * most) * 2f64.powi(-24)).sum();
     }
     let block = match format {
         Format::Nvfp4 | Format::GgufNvfp4 => 16,
