@@ -1,6 +1,6 @@
 // Skinny GEMM over NVFP4. The kernels are in common/skinny.cuh and common/row.cuh, the layout in common/forms.cuh;
 // chunks and stages here are those of src/kernels/skinny_shape.rs.
-#include "common/row_after.cuh"
+#include "common/row.cuh"
 
 SKINNY_FORM(nvfp4, Nvfp4, 4, 4)
 SKINNY_TWO_STRIPS(nvfp4, Nvfp4, 2, 4)

@@ -410,7 +410,7 @@ fn take_next(
 
 #[cfg(test)]
 mod tests {
-    use lapidary_ops::{Gain, Phase, TapPoint};
+    use lapidary_ops::{Gain, Group, KvRef, Phase, TapPoint};
 
     use super::*;
 
@@ -558,6 +558,36 @@ mod tests {
         assert_eq!((p.product, p.close.scalar), ((Y, Act(6), Mat(1)), 0.5));
         assert_eq!(p.close.outs, [(IN, Some(norm(2)))]);
         assert_eq!(p.parts().len(), 4);
+    }
+
+    fn heads_verbs() -> Vec<Verb> {
+        let cache = KvRef { group: Group::Sliding, index: 0, writes: true };
+        let (heads, kv_heads, head_dim) = (8, 2, 256);
+        let finish = QkvSpec { heads, kv_heads, head_dim, q_norm: norm(0), kv: None, rope: IN };
+        let attend =
+            AttnSpec { heads, kv_heads, head_dim, scale: 1.0, softcap: None, window: None, cache };
+        vec![
+            Verb::Linear(Y, X, Mat(0)),
+            Verb::QkvFinish(Y, finish),
+            Verb::Mark(Phase::Attention),
+            Verb::Attention(Z, Y, attend),
+        ]
+    }
+
+    #[test]
+    fn heads_and_attention_are_one_step_where_nothing_reads_the_heads() {
+        let steps = fused(heads_verbs());
+        let [Step::Verb(Verb::Linear(..)), Step::Verb(Verb::Mark(_)), Step::Heads(h)] = &steps[..] else {
+            panic!("{steps:?}")
+        };
+        assert_eq!((h.qkv, h.out), (Y, Z));
+        assert_eq!(h.parts().each_ref().map(Step::uses), [(vec![Y, IN], vec![Y]), (vec![Y], vec![Z])]);
+        for between in [Verb::Tap(TapPoint::Qkv(0), Y), Verb::KeepRows(vec![X])] {
+            let mut verbs = heads_verbs();
+            verbs.insert(2, between);
+            let steps = fused(verbs);
+            assert!(!steps.iter().any(|s| matches!(s, Step::Heads(_))), "{steps:?}");
+        }
     }
 
     #[test]

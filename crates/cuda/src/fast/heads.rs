@@ -41,7 +41,7 @@ impl CudaOps<'_> {
             && self.on.upload.batch.tokens.len() == 1
             && self.fast_heads(of.head_dim)
             && (h.finish.heads, h.finish.head_dim) == (of.heads, of.head_dim)
-            && own.is_none_or(|cache| cache == of.cache)
+            && own.is_none_or(|kv| (kv.group, kv.index) == (of.cache.group, of.cache.index))
             && std::env::var("SMALL").is_ok_and(|v| v.contains('h'))
     }
 

@@ -247,7 +247,7 @@ pub(super) fn arguments(weights: &Weights, rows: usize, choice: Choice, gated: b
         cut: shape.chunks().div_ceil(choice.planes) as i32,
         epilogue: 0,
         activation: 0,
-        ld_times: if std::env::var("SMALL").is_ok_and(|v| v.contains('e')) { -1 } else { 0 },
+        ld_times: 0,
         per_group: per_group as i32,
         magic_group: reciprocal(per_group),
         magic_chunks: reciprocal(shape.chunks()),

@@ -177,11 +177,7 @@ fn measured(work: Work) -> Option<Choice> {
         Form::Q4K => 4,
         Form::Q5K | Form::Sub16 => 5,
     };
-    let shapes = std::env::var("SHAPES").unwrap_or_default();
-    let key = format!("{}x{}=", shape.rows, shape.cols);
-    let forced = shapes.split(',').find_map(|s| s.strip_prefix(&key));
-    let code = codes.split(' ').nth(2 * class + usize::from(rows > 1))?;
-    let code = forced.filter(|_| rows == 1).unwrap_or(code).as_bytes();
+    let code = codes.split(' ').nth(2 * class + usize::from(rows > 1))?.as_bytes();
     let variant = match code[0] {
         b'G' => Variant::Global,
         b'T' => Variant::GlobalTwo,
