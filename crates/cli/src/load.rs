@@ -156,10 +156,11 @@ fn prepare(
         }
     };
     let plan = plan_of(context);
-    if let Some(paged) = lapidary::check::paged(&plan) {
-        eprintln!("note: {paged}");
+    if let Some(text) = lapidary::check::elsewhere(&plan) {
+        eprintln!("note: {text}");
     }
-    Ok(LoadOptions { packed_experts: plan.packed_experts(), ..with(context) })
+    let (packed_experts, tables_on_host) = (plan.packed_experts(), plan.host_tables.is_some());
+    Ok(LoadOptions { packed_experts, tables_on_host, ..with(context) })
 }
 
 /// What a plan adds up to, and what there is.

@@ -163,13 +163,17 @@ impl Said {
             0 => String::new(),
             n => format!(", read in place from the file {}", bytes(n as u64)),
         };
+        let host = match m.host {
+            0 => String::new(),
+            n => format!(", tables in the host's memory {}", bytes(n as u64)),
+        };
         format!(
             "load    {:.2} s ({:.2} GB/s of weights)\n\
              prompt  {} tokens{reused}, {:.2} t/s, first token after {:.3} s\n\
              answer  {} tokens, {:.2} t/s\n\
-             memory  {}: weights {}, keys and values {}, activations {}{mapped}\n",
+             memory  {}: weights {}, keys and values {}, activations {}{mapped}{host}\n",
             gemma.load_time().as_secs_f64(),
-            (m.weights + m.mapped) as f64 / 1e9 / gemma.load_time().as_secs_f64().max(1e-9),
+            (m.weights + m.mapped + m.host) as f64 / 1e9 / gemma.load_time().as_secs_f64().max(1e-9),
             self.usage.prompt_tokens,
             self.prompt_rate(),
             self.usage.prompt_time.as_secs_f64(),
@@ -207,6 +211,7 @@ impl Said {
                 "decode_tokens_per_second": self.decode_rate(),
                 "weight_bytes": m.weights,
                 "mapped_bytes": m.mapped,
+                "host_bytes": m.host,
                 "kv_bytes": m.kv,
                 "activation_bytes": m.activations,
             },

@@ -68,7 +68,7 @@ impl CpuOps<'_> {
                     let head = unit % spec.kv_heads;
                     let mut unit = self.unit(qkv, spec, first, rows, head);
                     for segment in self.segments(first, rows, spec) {
-                        unit.segment(self, spec, segment, true);
+                        unit.segment(self, spec, segment);
                         unit.join(self.isa());
                     }
                     unit.finish(self, out);
@@ -112,7 +112,7 @@ impl CpuOps<'_> {
                     continue;
                 }
                 let mut unit = self.unit(qkv, spec, first, rows, head);
-                unit.segment(self, spec, range.start + s, false);
+                unit.segment(self, spec, range.start + s);
                 for i in 0..rows * per_group {
                     let place = at(first + i / per_group, head * per_group + i % per_group, s);
                     // SAFETY: the slot belongs to the row, head and segment that this worker has claimed.
@@ -286,10 +286,10 @@ struct Unit<'q> {
 }
 
 impl Unit<'_> {
-    /// Sums over the keys of one segment; whether the next one follows.
-    fn segment(&mut self, ops: &CpuOps<'_>, spec: &AttnSpec, segment: usize, goes_on: bool) {
+    /// Sums over the keys of one segment.
+    fn segment(&mut self, ops: &CpuOps<'_>, spec: &AttnSpec, segment: usize) {
         if self.rounded {
-            return self.segment_bf16(ops, spec, segment, goes_on);
+            return self.segment_bf16(ops, spec, segment);
         }
         let (pass, isa, d, heads) = (ops.pass, ops.isa(), self.d, self.heads);
         let (_, format) = pass.kv.layer(spec.cache);
@@ -379,7 +379,7 @@ impl Unit<'_> {
     }
 
     /// The same where bf16 is multiplied.
-    fn segment_bf16(&mut self, ops: &CpuOps<'_>, spec: &AttnSpec, segment: usize, goes_on: bool) {
+    fn segment_bf16(&mut self, ops: &CpuOps<'_>, spec: &AttnSpec, segment: usize) {
         let (pass, isa, d, heads) = (ops.pass, ops.isa(), self.d, self.heads);
         let layout = self.layout;
         let (before, behind) = self.memory.get(layout.len).split_at_mut(layout.rounded);
@@ -403,24 +403,18 @@ impl Unit<'_> {
         };
         let is_seen = |from: &usize| (0..self.rows).any(|i| !seen(i, *from).is_empty());
         let pages = (segment * SEGMENT_BF16..(segment + 1) * SEGMENT_BF16).step_by(PAGE_TOKENS);
-        let behind = (segment + 1) * SEGMENT_BF16;
-        let behind = Some(behind).filter(|from| goes_on && is_seen(from)).map(page);
-        let mut pages = pages.filter(is_seen).map(|from| (from, page(from))).peekable();
-        while let Some((from, page)) = pages.next() {
-            let next = pages.peek().map(|&(_, next)| next).or(behind);
+        for (from, page) in pages.filter(is_seen).map(|from| (from, page(from))) {
             for i in 0..self.rows {
                 let cols = seen(i, from);
                 if cols.is_empty() {
                     continue;
                 }
-                // Only the first row waits for memory.
-                let ahead = if i == 0 { page.ahead(next) } else { page.ahead(None) };
                 let stride = d.next_multiple_of(STEP);
                 let q = RowsView { values: &q[i * heads * stride..], stride, count: heads };
                 let queries = i * heads..(i + 1) * heads;
                 let sums = &mut self.sums[queries.clone()];
                 let acc = &mut acc[queries.start * d..queries.end * d];
-                attention_bf16::add_page(isa, q, page, ahead, cols, spec, sums, acc, scores, weights);
+                attention_bf16::add_page(isa, q, page, i > 0, cols, spec, sums, acc, scores, weights);
             }
         }
     }

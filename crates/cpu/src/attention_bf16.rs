@@ -11,8 +11,9 @@
 //! even position and the next, are multiplied by one instruction, so an element's chain ascends by such pairs; a
 //! pair's key that the row does not see counts as zero and is not read, as the page may hold anything there.
 //!
-//! Keys and values come from memory that nothing has touched since the last token, and rows of a page are too short
-//! for the processor to guess what comes next: what the following page has is asked for meanwhile.
+//! Keys and values come from memory that nothing has touched since the last token, and in the order in which they are
+//! multiplied the processor's own prefetch does not follow. So they are read from end to end first, a page's keys and then
+//! its values, which a core's nearest cache holds.
 
 #![allow(
     clippy::needless_range_loop,
@@ -25,32 +26,15 @@ use lapidary_ops::{AttnSpec, PAGE_TOKENS};
 
 use crate::attention::Sums;
 use crate::level::Isa;
-use crate::linear::bf16::{self, dots};
+use crate::linear::bf16::{Ahead, dots};
 use crate::linear::f32::{Bf16, RowsView};
+use crate::memory::LINE;
 
 /// One head's keys and values at the positions of a page, `[PAGE_TOKENS, d]` each.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Page<'a> {
     pub keys: &'a [Bf16],
     pub values: &'a [Bf16],
-}
-
-impl Page<'_> {
-    /// Bytes from this page's keys to those of another, and the same for values; 0 for none.
-    pub fn ahead(&self, next: Option<Page<'_>>) -> Ahead {
-        let bytes = |a: &[Bf16], b: &[Bf16]| b.as_ptr().addr().wrapping_sub(a.as_ptr().addr()) as isize;
-        next.map_or(Ahead::default(), |n| Ahead {
-            keys: bytes(self.keys, n.keys),
-            values: bytes(self.values, n.values),
-        })
-    }
-}
-
-/// How far behind what is read lies what is read next, in bytes.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Ahead {
-    keys: isize,
-    values: isize,
 }
 
 /// Whether heads of `d` values can be attended to like this.
@@ -60,14 +44,14 @@ pub(crate) fn fits(isa: Isa, d: usize) -> bool {
 
 /// Adds the keys `cols` of a page to the sums of a row's query heads, which share them.
 ///
-/// `q` has the heads in bf16, `acc` `[heads, d]`; `scores` has room for `[heads, PAGE_TOKENS]` values and `weights` for as
+/// `is_near` says that the page is in a near cache. `q` has the heads in bf16, `acc` `[heads, d]`; `scores` has room for `[heads, PAGE_TOKENS]` values and `weights` for as
 /// many halves.
 #[allow(clippy::too_many_arguments, reason = "a page, a row's state and room to work in")]
 pub(crate) fn add_page(
     isa: Isa,
     q: RowsView<'_, Bf16>,
     page: Page<'_>,
-    ahead: Ahead,
+    is_near: bool,
     cols: Range<usize>,
     spec: &AttnSpec,
     sums: &mut [Sums],
@@ -80,13 +64,28 @@ pub(crate) fn add_page(
     assert!(page.keys.len() == PAGE_TOKENS * d && page.values.len() == PAGE_TOKENS * d);
     assert!(sums.len() == heads && acc.len() == heads * d);
     assert!(scores.len() == heads * PAGE_TOKENS && weights.len() == heads * PAGE_TOKENS);
-    let keys = RowsView { values: &page.keys[cols.start * d..], stride: d, count: cols.len() };
-    dots(isa, q, keys, None, d, &mut scores[cols.start..], PAGE_TOKENS, bf16::Ahead::Bytes(ahead.keys));
+    let keys = RowsView { values: &page.keys[cols.start * d..cols.end * d], stride: d, count: cols.len() };
+    if !is_near {
+        read(keys.values);
+    }
+    dots(isa, q, keys, None, d, &mut scores[cols.start..], PAGE_TOKENS, Ahead::Nothing);
     #[cfg(target_arch = "x86_64")]
     // SAFETY: the features were detected, and all lengths are asserted above.
     unsafe {
         x86::soften(scores, weights, sums, acc, d, &cols, spec.scale, spec.softcap);
-        x86::weigh(acc, d, weights, page.values, &cols, ahead.values);
+        if !is_near {
+            read(&page.values[cols.start * d..cols.end * d]);
+        }
+        x86::weigh(acc, d, weights, page.values, &cols);
+    }
+}
+
+/// Reads a value of every line, in order: a prefetch instruction for each would not do, as the processor's own prefetch
+/// learns from reads only.
+fn read(values: &[Bf16]) {
+    for line in values.chunks(LINE / size_of::<Bf16>()) {
+        // SAFETY: a reference is good for reading.
+        unsafe { std::ptr::read_volatile(&line[0]) };
     }
 }
 
@@ -103,8 +102,10 @@ mod x86 {
 
     /// From scores to weights; brings `sums` up to date and `acc` to the new maximum.
     ///
+    /// All heads take each of the two steps before the next one: each alone would wait for its own chain of operations.
+    ///
     /// # Safety
-    /// The features.
+    /// The features; `scores` and `weights` are `[heads, PAGE_TOKENS]`, `sums` `[heads]`.
     #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vbmi")]
     #[allow(clippy::too_many_arguments, reason = "a row's state and how scores are made")]
     pub unsafe fn soften(
@@ -117,9 +118,9 @@ mod x86 {
         scale: f32,
         softcap: Option<f32>,
     ) {
-        let scores = scores.as_chunks_mut::<PAGE_TOKENS>().0.iter_mut();
-        let weights = weights.as_chunks_mut::<PAGE_TOKENS>().0.iter_mut();
-        for (((s, p), sums), acc) in scores.zip(weights).zip(sums).zip(acc.chunks_exact_mut(d)) {
+        let scores = scores.as_chunks_mut::<PAGE_TOKENS>().0;
+        let weights = weights.as_chunks_mut::<PAGE_TOKENS>().0;
+        for ((s, sums), acc) in scores.iter_mut().zip(sums.iter_mut()).zip(acc.chunks_exact_mut(d)) {
             for v in s.iter_mut() {
                 *v *= scale;
             }
@@ -131,51 +132,58 @@ mod x86 {
             // What the row does not see was never written.
             s[..cols.start].fill(f32::NEG_INFINITY);
             s[cols.end..].fill(f32::NEG_INFINITY);
-            let mut lanes = [sums.max; 16];
-            for part in s.as_chunks::<16>().0 {
-                for l in 0..16 {
-                    lanes[l] = if part[l] > lanes[l] { part[l] } else { lanes[l] };
-                }
-            }
-            let max = largest(&lanes);
-            let factor = if sums.sum == 0.0 { 0.0 } else { math::exp(sums.max - max) };
-            let mut added = [0.0f32; 16];
-            for (s, p) in s.as_chunks_mut::<16>().0.iter_mut().zip(p.as_chunks_mut::<16>().0) {
-                for l in 0..16 {
-                    // To the nearest, halves to even; a NaN stays one.
-                    let bits = math::exp(s[l] - max).to_bits();
-                    let bits = bits.wrapping_add(0x7FFF + (bits >> 16 & 1)) & 0xFFFF_0000;
-                    added[l] += f32::from_bits(bits);
-                    p[l] = Bf16::from_high_bits(bits);
-                }
-            }
-            let mut half = 8;
-            while half > 0 {
-                for l in 0..half {
-                    added[l] += added[l + half];
-                }
-                half /= 2;
-            }
-            *sums = Sums { max, sum: sums.sum * factor + added[0] };
+            let max = largest(s, sums.max);
+            let factor = match sums {
+                Sums { sum: 0.0, .. } => 0.0,
+                Sums { max: before, .. } if *before == max => 1.0,
+                Sums { max: before, .. } => math::exp(*before - max),
+            };
+            *sums = Sums { max, sum: sums.sum * factor };
             if factor != 1.0 {
                 for a in acc {
                     *a *= factor;
                 }
             }
         }
+        for ((s, p), sums) in scores.iter().zip(weights).zip(sums) {
+            let mut added = [0.0f32; 16];
+            for (s, p) in s.as_chunks::<16>().0.iter().zip(p.as_chunks_mut::<16>().0) {
+                for l in 0..16 {
+                    // To the nearest, halves to even; a NaN stays one.
+                    let bits = math::exp(s[l] - sums.max).to_bits();
+                    let bits = bits.wrapping_add(0x7FFF + (bits >> 16 & 1)) & 0xFFFF_0000;
+                    added[l] += f32::from_bits(bits);
+                    p[l] = Bf16::from_high_bits(bits);
+                }
+            }
+            sums.sum += total(&added);
+        }
     }
 
-    #[inline(always)]
-    fn largest(lanes: &[f32; 16]) -> f32 {
-        let mut most = *lanes;
-        let mut half = 8;
-        while half > 0 {
-            for l in 0..half {
-                most[l] = if most[l + half] > most[l] { most[l + half] } else { most[l] };
-            }
-            half /= 2;
-        }
-        most[0]
+    /// The largest of a page's scores and `before`; a score that is no number is passed over.
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vbmi")]
+    fn largest(s: &[f32; PAGE_TOKENS], before: f32) -> f32 {
+        // SAFETY: 32 values are two vectors.
+        let (a, b) = unsafe { (_mm512_loadu_ps(s.as_ptr()), _mm512_loadu_ps(s.as_ptr().add(16))) };
+        // Where one operand is no number the instruction gives the second.
+        let lanes = _mm512_max_ps(b, _mm512_max_ps(a, _mm512_set1_ps(before)));
+        let half = _mm256_max_ps(_mm512_castps512_ps256(lanes), _mm512_extractf32x8_ps::<1>(lanes));
+        let half = _mm_max_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps::<1>(half));
+        let half = _mm_max_ps(half, _mm_movehl_ps(half, half));
+        _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)))
+    }
+
+    /// The sum of 16 lanes: those eight apart first, then four, two and one.
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vbmi")]
+    fn total(lanes: &[f32; 16]) -> f32 {
+        // SAFETY: 16 values are a vector.
+        let lanes = unsafe { _mm512_loadu_ps(lanes.as_ptr()) };
+        let half = _mm256_add_ps(_mm512_castps512_ps256(lanes), _mm512_extractf32x8_ps::<1>(lanes));
+        let half = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps::<1>(half));
+        let half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+        _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)))
     }
 
     /// `acc += p v` for all heads.
@@ -183,28 +191,19 @@ mod x86 {
     /// # Safety
     /// The features; `acc` is `[heads, d]`, `p` `[heads, PAGE_TOKENS]`, `v` `[PAGE_TOKENS, d]`, `d` a multiple of 32.
     #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vbmi")]
-    pub unsafe fn weigh(
-        acc: &mut [f32],
-        d: usize,
-        p: &[Bf16],
-        v: &[Bf16],
-        keys: &Range<usize>,
-        ahead: isize,
-    ) {
+    pub unsafe fn weigh(acc: &mut [f32], d: usize, p: &[Bf16], v: &[Bf16], keys: &Range<usize>) {
         let heads = acc.len() / d;
         let (acc, p, v) = (acc.as_mut_ptr(), p.as_ptr(), v.as_ptr());
         let mut h = 0;
         // SAFETY: the groups cover each head once.
         unsafe {
             while h < heads {
-                // Only the first heads wait for values.
-                let ahead = if h == 0 { ahead } else { 0 };
                 let (acc, p) = (acc.add(h * d), p.add(h * PAGE_TOKENS));
                 match heads - h {
-                    8.. => columns::<8, 1>(acc, d, p, v, keys, ahead),
-                    4.. => columns::<4, 2>(acc, d, p, v, keys, ahead),
-                    2.. => columns::<2, 4>(acc, d, p, v, keys, ahead),
-                    _ => columns::<1, 4>(acc, d, p, v, keys, ahead),
+                    8.. => columns::<8, 1>(acc, d, p, v, keys),
+                    4.. => columns::<4, 2>(acc, d, p, v, keys),
+                    2.. => columns::<2, 4>(acc, d, p, v, keys),
+                    _ => columns::<1, 4>(acc, d, p, v, keys),
                 }
                 h += match heads - h {
                     8.. => 8,
@@ -226,17 +225,16 @@ mod x86 {
         p: *const Bf16,
         v: *const Bf16,
         keys: &Range<usize>,
-        ahead: isize,
     ) {
         let mut e = 0;
         // SAFETY: columns e and on are inside rows of d, a multiple of 32.
         unsafe {
             while d - e >= 32 * G {
-                group::<H, G>(acc.add(e), d, p, v, e, keys, ahead);
+                group::<H, G>(acc.add(e), d, p, v, e, keys);
                 e += 32 * G;
             }
             while e < d {
-                group::<H, 1>(acc.add(e), d, p, v, e, keys, ahead);
+                group::<H, 1>(acc.add(e), d, p, v, e, keys);
                 e += 32;
             }
         }
@@ -253,9 +251,8 @@ mod x86 {
         v: *const Bf16,
         e: usize,
         keys: &Range<usize>,
-        ahead: isize,
     ) {
-        // SAFETY: the caller's; a prefetch may name any address.
+        // SAFETY: the caller's.
         unsafe {
             let halves = |v: __m512i| std::mem::transmute::<__m512i, __m512bh>(v);
             // Words of two rows in turn, the first and the second 16 columns.
@@ -276,17 +273,7 @@ mod x86 {
                 }
             }
             let pairs = keys.start / 2..keys.end.div_ceil(2);
-            // What is asked for, in the order in which it lies in memory, since the processor's own prefetch follows that:
-            // in all a line of the next page for each that is read here.
-            let mut next =
-                v.cast::<i8>().wrapping_offset(ahead).wrapping_add(64 * (e / 32 * 2 * pairs.len()));
             for pair in pairs {
-                if ahead != 0 {
-                    for line in 0..2 * G {
-                        _mm_prefetch::<_MM_HINT_T0>(next.wrapping_add(64 * line));
-                    }
-                    next = next.wrapping_add(64 * 2 * G);
-                }
                 let mut w = [[_mm512_setzero_si512(); 2]; G];
                 for g in 0..G {
                     let row = |j: usize| {
@@ -361,13 +348,12 @@ mod tests {
                 let (mut scores, mut weights) =
                     (vec![f32::NAN; count * PAGE_TOKENS], vec![Bf16::default(); count * PAGE_TOKENS]);
                 let page = Page { keys: &keys, values: &values };
-                let ahead = page.ahead(Some(page));
-                for _ in 0..2 {
+                for is_near in [false, true] {
                     add_page(
                         isa,
                         q,
                         page,
-                        ahead,
+                        is_near,
                         cols.clone(),
                         &spec,
                         &mut sums,

@@ -10,6 +10,7 @@ use lapidary_ops::{
     SteerSet,
 };
 
+use crate::ahead::Followers;
 use crate::buffers::Buffer;
 use crate::int8;
 use crate::kv::{self, KvPools, Side};
@@ -56,6 +57,7 @@ pub struct CpuBackend {
     team: Team,
     acts: Vec<Buffer>,
     mats: Vec<Matrix>,
+    followers: Followers,
     gains: Vec<Vec<f32>>,
     kv: KvPools,
     upload: Upload,
@@ -95,6 +97,7 @@ impl CpuBackend {
             team,
             acts: Vec::new(),
             mats: Vec::new(),
+            followers: Followers::default(),
             gains: Vec::new(),
             kv: KvPools::empty(),
             upload: Upload::default(),
@@ -120,6 +123,7 @@ impl CpuBackend {
     fn keep(&mut self, matrix: Matrix) -> Result<Mat> {
         let handle = Mat(u32::try_from(self.mats.len()).map_err(|_| too_many("matrices"))?);
         self.mats.push(matrix);
+        self.followers.push();
         Ok(handle)
     }
 
@@ -255,6 +259,7 @@ impl Backend for CpuBackend {
             acts: &self.acts,
             mats: &self.mats,
             gains: &self.gains,
+            followers: &self.followers,
             kv: &self.kv,
             upload: &self.upload,
             workspace: &self.workspace,
@@ -354,6 +359,7 @@ impl Backend for CpuBackend {
             weights: self.mats.iter().map(Matrix::bytes).sum::<usize>()
                 + self.gains.iter().map(|g| g.len() * size_of::<f32>()).sum::<usize>(),
             mapped: self.mats.iter().map(Matrix::mapped).sum(),
+            host: 0,
             activations: self.acts.iter().map(Buffer::bytes).sum::<usize>()
                 + workspace
                 + self.scratch.iter().map(lock).sum::<usize>(),

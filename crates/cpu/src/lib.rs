@@ -11,6 +11,7 @@
 //!
 //! Deliberately absent: any model, any file, any scheduling, sampling beyond the largest logit.
 
+mod ahead;
 mod attention;
 mod attention_bf16;
 mod backend;

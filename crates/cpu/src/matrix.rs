@@ -228,6 +228,11 @@ impl Weights {
         matches!(self, Weights::File(file) if matches!(file.view.format, Format::Bf16 | Format::Fp8E4M3))
     }
 
+    /// The packed tiles from that of row `row` on; nothing where these weights are not packed.
+    pub fn packed_from(&self, row: usize) -> &[u8] {
+        if let Weights::Tiles(tiles) = self { tiles.bytes_from(row / CHUNK_OF) } else { &[] }
+    }
+
     /// The scales beside the codes of the file's format.
     pub fn scales(&self) -> Option<&Scales<'static>> {
         if let Weights::File(file) = self { Some(&file.view.scales) } else { None }

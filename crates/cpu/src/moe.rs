@@ -8,6 +8,7 @@ use std::ops::Range;
 
 use lapidary_ops::{Act, ExpertSpec, RouteSpec};
 
+use crate::ahead::Division;
 use crate::buffers::Buffer;
 use crate::int8::PAIR;
 use crate::int8::activations::{BLOCK, QuantRows, quantise_at, row_bytes};
@@ -77,6 +78,7 @@ impl CpuOps<'_> {
             experts: std::mem::take(&mut self.scratch.experts),
         };
         plan.group(routes, self.rows, spec);
+        self.begin_product(spec.gate_up, Division::Chosen);
         if self.worker == 0 {
             // The system reads ahead while workers multiply with what it has already.
             for &(expert, ..) in plan.experts.iter().take(WANTED) {
@@ -91,6 +93,7 @@ impl CpuOps<'_> {
         self.gate_and_up(x, gate_up, spec, &plan, choices);
         self.meet();
         self.down(down, spec, &plan, choices);
+        self.end_product(spec.gate_up);
         self.meet();
         for r in self.own_rows() {
             // SAFETY: the row is this worker's; writes to the routes and the workspace have ended.
@@ -126,21 +129,25 @@ impl CpuOps<'_> {
                 for block in picked.chunks(X_BLOCK) {
                     let inputs = scratch.gathered.take(block, floats, row_of);
                     let inputs = inputs.rounded(isa, gate_up, &mut scratch.halves);
-                    // Few rows wait for memory, so all the unit's gate rows pass before its up rows, each one stream of memory.
+                    // Few rows wait for memory, so all the unit's gate rows pass before its up rows, each one stream of memory,
+                    // and those before anything is made of them.
                     let n = block.len();
                     let run = if n <= FEW_ROWS { columns.len().max(1) } else { BLOCK };
                     for first in columns.clone().step_by(run) {
                         let cols = first..columns.end.min(first + run);
                         let gates = scratch.results.get(cols.len().div_ceil(BLOCK) * n * PAIR);
-                        let ups = scratch.results2.get(n * PAIR);
+                        let ups = scratch.results2.get(gates.len());
                         let decoded = &mut scratch.tile;
                         let rows = |col: usize| BLOCK.min(cols.end - col);
-                        for (col, gates) in cols.clone().step_by(BLOCK).zip(gates.chunks_mut(n * PAIR)) {
-                            expert_rows(isa, gate_up, gate + col, rows(col), inputs, decoded, gates);
+                        for (first, values) in [(gate, &mut *gates), (gate + width, &mut *ups)] {
+                            for (col, values) in cols.clone().step_by(BLOCK).zip(values.chunks_mut(n * PAIR))
+                            {
+                                expert_rows(isa, gate_up, first + col, rows(col), inputs, decoded, values);
+                            }
                         }
-                        for (col, gates) in cols.clone().step_by(BLOCK).zip(gates.chunks(n * PAIR)) {
+                        let results = gates.chunks(n * PAIR).zip(ups.chunks(n * PAIR));
+                        for (col, (gates, ups)) in cols.clone().step_by(BLOCK).zip(results) {
                             let rows = rows(col);
-                            expert_rows(isa, gate_up, gate + width + col, rows, inputs, decoded, ups);
                             let results = gates.chunks(PAIR).zip(ups.chunks(PAIR));
                             for (&(_, choice), (g, u)) in block.iter().zip(results) {
                                 // SAFETY: these values of the choice belong to the claimed unit.

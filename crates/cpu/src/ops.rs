@@ -4,6 +4,7 @@
 //! such verb) or shares rows out otherwise ([`Scope::Shared`]). Between two verbs of the first kind nothing
 //! crosses workers and nobody waits; at every other border the team meets.
 
+use std::cell::Cell;
 use std::ops::Range;
 
 use lapidary_ops::{
@@ -44,11 +45,24 @@ pub(crate) struct CpuOps<'a> {
     since: Option<Scope>,
     /// Size of the workspace, the same number in every worker.
     workspace: usize,
+    pub last_product: Option<Mat>,
+    /// Weights that this worker reads when it waits.
+    pub ahead: Cell<&'a [u8]>,
 }
 
 impl<'a> CpuOps<'a> {
     pub fn new(pass: &'a Pass<'a>, worker: usize, rows: usize, scratch: &'a mut Scratch) -> Self {
-        CpuOps { pass, worker, rows, scratch, kept: false, since: None, workspace: pass.workspace_floats }
+        CpuOps {
+            pass,
+            worker,
+            rows,
+            scratch,
+            kept: false,
+            since: None,
+            workspace: pass.workspace_floats,
+            last_product: None,
+            ahead: Cell::default(),
+        }
     }
 
     pub fn isa(&self) -> Isa {
@@ -66,14 +80,16 @@ impl<'a> CpuOps<'a> {
     /// Opens a verb: meets the others where what came before may concern them.
     pub fn enter(&mut self, scope: Scope) {
         if self.since.is_some_and(|before| before == Scope::Shared || scope == Scope::Shared) {
-            self.pass.sync.meet();
+            self.meet();
         }
         self.since = Some(scope);
     }
 
     /// Meets inside a verb.
     pub fn meet(&self) {
-        self.pass.sync.meet();
+        let mut ahead = self.ahead.take();
+        self.pass.sync.meet(&mut ahead);
+        self.ahead.set(ahead);
     }
 
     pub fn claim(&self, counter: usize, chunk: usize, total: usize) -> Option<Range<usize>> {
@@ -85,14 +101,15 @@ impl<'a> CpuOps<'a> {
         self.rows <= FEW_ROWS
     }
 
-    /// Claims the next of `total` items that each read their weights once: shares of what is left, multiples of `least`,
-    /// where few rows wait for memory; else chunks that a core's cache keeps from one block of rows to the next.
-    pub fn claim_weights(&self, least: usize, total: usize) -> Option<Range<usize>> {
-        if self.reads_weights_once() {
-            return self.pass.sync.claim_share(0, least, total);
-        }
-        let chunk = (total / (self.workers() * CLAIMS_PER_WORKER)).max(1).next_multiple_of(least);
-        self.claim(0, chunk, total)
+    /// Claims of `total` items that each read their weights once, until all are taken: where few rows wait for memory this
+    /// worker's own share and then shares of what is left, multiples of `least`; else chunks that a core's cache keeps
+    /// from one block of rows to the next.
+    pub fn claims(&self, least: usize, total: usize) -> impl Iterator<Item = Range<usize>> + use<'a> {
+        let (sync, few) = (self.pass.sync, self.reads_weights_once());
+        let own = few.then(|| sync.own_share(self.worker, least, total)).filter(|own| !own.is_empty());
+        let chunk = (total / (sync.workers() * CLAIMS_PER_WORKER)).max(1).next_multiple_of(least);
+        let next = move || if few { sync.claim_share(0, least, total) } else { sync.claim(0, chunk, total) };
+        own.into_iter().chain(std::iter::from_fn(next))
     }
 
     /// The rows that belong to this worker in verbs of scope `Rows`.
@@ -171,7 +188,7 @@ impl Ops for CpuOps<'_> {
     }
 
     fn linear(&mut self, out: Act, x: Act, w: Mat) {
-        self.product(out, x, self.pass.mat(w), None);
+        self.product(out, x, w, None);
     }
 
     fn geglu(&mut self, out: Act, gate_up: Act, f: Activation) {
@@ -262,13 +279,13 @@ impl Ops for CpuOps<'_> {
     }
 
     fn logits(&mut self, out: Act, x: Act, head: Mat, softcap: Option<f32>) {
-        self.product(out, x, self.pass.mat(head), softcap);
+        self.product(out, x, head, softcap);
     }
 
     fn gated_linear(&mut self, out: Act, gate_up: Act, x: Act, w: Mat, f: Activation) {
         let matrix = self.pass.mat(w);
         if self.can_gate(out, matrix) {
-            self.gated_product(out, x, matrix, f);
+            self.gated_product(out, x, w, f);
         } else {
             self.linear(gate_up, x, w);
             self.geglu(out, gate_up, f);

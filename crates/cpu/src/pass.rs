@@ -8,6 +8,7 @@ use lapidary_ops::{
     Act, Batch, Error, GROUPS, Gain, Group, KvPlan, Mat, Outcome, PAGE_TOKENS, Phase, Result, SteerSet,
 };
 
+use crate::ahead::Followers;
 use crate::attention::Sums;
 use crate::buffers::Buffer;
 use crate::kv::KvPools;
@@ -27,6 +28,7 @@ pub(crate) struct Pass<'a> {
     pub acts: &'a [Buffer],
     pub mats: &'a [Matrix],
     pub gains: &'a [Vec<f32>],
+    pub followers: &'a Followers,
     pub kv: &'a KvPools,
     pub upload: &'a Upload,
     pub workspace: &'a Workspace,

@@ -11,6 +11,7 @@
 
 use std::any::Any;
 use std::cell::Cell;
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -19,6 +20,7 @@ use std::time::{Duration, Instant};
 
 use lapidary_ops::{Error, Result};
 
+use crate::ahead::read_until;
 use crate::cores::Cores;
 use crate::crowd::{Crowd, waited_for_core};
 
@@ -141,8 +143,8 @@ impl Sync {
     }
 
     /// Waits until every worker is here; the counters start from 0 afterwards. Everything that any worker
-    /// wrote before is visible to all after.
-    pub fn meet(&self) {
+    /// wrote before is visible to all after. Who waits [reads on](read_until) in `ahead` meanwhile.
+    pub fn meet(&self, ahead: &mut &[u8]) {
         let workers = self.workers();
         if workers == 1 {
             self.reset_claims();
@@ -156,10 +158,11 @@ impl Sync {
             self.reset_claims();
             self.meetings.advance();
         } else {
-            let slept = self.meetings.wait_until(|| {
+            let met = || {
                 self.meetings.value.load(Ordering::SeqCst) != before || self.poisoned.load(Ordering::SeqCst)
-            });
-            if slept {
+            };
+            read_until(ahead, met);
+            if self.meetings.wait_until(met) {
                 self.cores.part(worker, workers);
             }
         }
@@ -169,24 +172,32 @@ impl Sync {
     }
 
     /// Claims the next `chunk` of `total` items from `counter`, until all are taken.
-    pub fn claim(&self, counter: usize, chunk: usize, total: usize) -> Option<std::ops::Range<usize>> {
+    pub fn claim(&self, counter: usize, chunk: usize, total: usize) -> Option<Range<usize>> {
         let from = self.claims[counter].fetch_add(chunk, Ordering::Relaxed);
         (from < total).then(|| from..(from + chunk).min(total))
     }
 
-    /// Claims a share of what is left of `total` items, a multiple of `least` but for the last: large shares first, since
-    /// each new place in memory has to be found, and small ones in the end, so that all are done together.
-    pub fn claim_share(&self, counter: usize, least: usize, total: usize) -> Option<std::ops::Range<usize>> {
-        let claims = &self.claims[counter];
-        let share = |from: usize| {
-            (total.saturating_sub(from) / (2 * self.workers()))
-                .max(1)
-                .next_multiple_of(least)
-                .min(total - from)
-        };
-        let next = |from: usize| (from < total).then(|| from + share(from));
-        let from = claims.fetch_update(Ordering::Relaxed, Ordering::Relaxed, next).ok()?;
-        Some(from..from + share(from))
+    /// The share of `total` items that is `worker`'s without a claim, a multiple of `least` but for the last; of many items,
+    /// all workers' are half.
+    pub fn own_share(&self, worker: usize, least: usize, total: usize) -> Range<usize> {
+        let share = self.share(least, total);
+        (worker * share).min(total)..((worker + 1) * share).min(total)
+    }
+
+    /// Claims a share of what is left of `total` items behind everybody's [own](Sync::own_share), a multiple of `least` but for
+    /// the last: large shares first, since each new place in memory has to be found, and small ones in the end, so
+    /// that all are done together.
+    pub fn claim_share(&self, counter: usize, least: usize, total: usize) -> Option<Range<usize>> {
+        let owned = self.own_share(self.workers() - 1, least, total).end;
+        let end = |from: usize| total.min(from + self.share(least, total - from));
+        let next = |claimed: usize| (owned + claimed < total).then(|| end(owned + claimed) - owned);
+        let claimed = self.claims[counter].fetch_update(Ordering::Relaxed, Ordering::Relaxed, next).ok()?;
+        Some(owned + claimed..end(owned + claimed))
+    }
+
+    /// What one worker takes of `left` items at once.
+    fn share(&self, least: usize, left: usize) -> usize {
+        (left / (2 * self.workers())).max(1).next_multiple_of(least)
     }
 
     fn reset_claims(&self) {
@@ -400,22 +411,30 @@ mod tests {
             for _ in 0..200 {
                 let taken: Vec<AtomicUsize> = (0..37).map(|_| AtomicUsize::new(0)).collect();
                 let sync = Arc::clone(&team.shared);
-                team.run(&|_| {
+                team.run(&|id| {
                     for _ in 0..3 {
                         while let Some(range) = sync.sync.claim(0, 5, taken.len()) {
                             for i in range {
                                 taken[i].fetch_add(1, Ordering::Relaxed);
                             }
                         }
-                        while let Some(range) = sync.sync.claim_share(1, 4, taken.len()) {
-                            assert!(range.start % 4 == 0);
-                            for i in range {
-                                taken[i].fetch_add(1, Ordering::Relaxed);
+                        // Of few items, the last workers own none.
+                        for total in [taken.len(), 9, 1] {
+                            let own = Some(sync.sync.own_share(id, 4, total));
+                            let shares = std::iter::from_fn(|| sync.sync.claim_share(1, 4, total));
+                            for range in own.into_iter().chain(shares) {
+                                assert!(range.start % 4 == 0 || range.is_empty());
+                                for i in range {
+                                    taken[i].fetch_add(1, Ordering::Relaxed);
+                                }
                             }
+                            sync.sync.meet(&mut vec![0; id << 12].as_slice());
                         }
-                        sync.sync.meet();
                     }
-                    assert!(taken.iter().all(|t| t.load(Ordering::Relaxed) == 6));
+                    for (i, taken) in taken.iter().enumerate() {
+                        let times = 6 + 3 * (usize::from(i < 9) + usize::from(i < 1));
+                        assert_eq!(taken.load(Ordering::Relaxed), times, "item {i}");
+                    }
                 })
                 .expect("no worker panics");
             }
@@ -449,30 +468,36 @@ mod tests {
 
     #[test]
     fn a_panic_ends_the_job_for_all_and_the_team_goes_on() {
+        // On a busy machine a worker may sit a job out, and cannot fail then.
+        let failure = |team: &Team, job: &(dyn Fn(usize) + std::marker::Sync)| {
+            let from = Instant::now();
+            loop {
+                match team.run(job) {
+                    Err(error) => return error,
+                    Ok(()) => assert!(from.elapsed() < Duration::from_secs(20), "nobody reported a failure"),
+                }
+            }
+        };
         for workers in 1..=3 {
             let team = Team::new(workers).expect("threads start");
             for victim in 0..workers {
                 let shared = Arc::clone(&team.shared);
-                let error = team
-                    .run(&|id| {
-                        shared.sync.meet();
-                        assert!(id != victim, "worker {victim} fails");
-                        shared.sync.meet();
-                    })
-                    .expect_err("the panic is reported");
+                let error = failure(&team, &|id| {
+                    shared.sync.meet(&mut [].as_slice());
+                    assert!(id != victim, "worker {victim} fails");
+                    shared.sync.meet(&mut [].as_slice());
+                });
                 assert!(error.to_string().contains(&format!("worker {victim} fails")), "{error}");
                 let shared = Arc::clone(&team.shared);
-                let error = team
-                    .run(&|id| {
-                        if id == victim {
-                            fail(Error::OutOfMemory { what: "a block".into(), needed: 3, available: 0 });
-                        }
-                        shared.sync.meet();
-                    })
-                    .expect_err("the error is reported");
+                let error = failure(&team, &|id| {
+                    if id == victim {
+                        fail(Error::OutOfMemory { what: "a block".into(), needed: 3, available: 0 });
+                    }
+                    shared.sync.meet(&mut [].as_slice());
+                });
                 assert!(matches!(error, Error::OutOfMemory { needed: 3, .. }), "{error}");
                 let shared = Arc::clone(&team.shared);
-                team.run(&|_| shared.sync.meet()).expect("the next job runs");
+                team.run(&|_| shared.sync.meet(&mut [].as_slice())).expect("the next job runs");
             }
         }
     }

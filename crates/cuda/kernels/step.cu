@@ -4,7 +4,7 @@
 // columns of one row are far apart. Traffic: the columns once over the bus.
 #include "common/args.cuh"
 
-constexpr int COLUMNS = 16;
+constexpr int COLUMNS = 17;
 
 // Mirrored by StepArgs in src/kernels/step.rs.
 struct StepArgs {

@@ -59,6 +59,8 @@ pub struct Columns {
     pub heads: DevPtr,
     /// Steering set, or -1; nothing where no row is steered.
     pub steer: DevPtr,
+    /// By head row how its token is drawn ([`parameters`](crate::kernels::draw::parameters)); nothing where none is.
+    pub draws: DevPtr,
 }
 
 /// The pool of one layer.

@@ -17,6 +17,7 @@ use crate::fast::{self, Tiles};
 use crate::flight::{Flight, Pending};
 use crate::graphs::{Graphs, Left, Plan};
 use crate::hooks::Hooks;
+use crate::kernels::draw;
 use crate::kernels::heads::{self, Cell};
 use crate::kernels::step::Follow;
 use crate::kv::KvPools;
@@ -48,6 +49,8 @@ pub struct CudaOptions {
     pub random_weights: Option<Format>,
     /// Whether every pass runs as it is, none is recorded: for comparisons.
     pub eager: bool,
+    /// Keeps tables of which only single rows are read in the host's memory, where the device fetches the rows.
+    pub tables_on_host: bool,
 }
 
 /// Weights and activations are taken from the device in pieces of this size.
@@ -78,6 +81,7 @@ pub struct CudaBackend {
     pub(crate) hooks: Hooks,
     staging: Staging,
     weights: Arena,
+    host_tables: Vec<Pinned>,
     activations: Arena,
     uploaded: bool,
     /// Counts what was allocated since the start; a recording from before the last of it is stale.
@@ -120,6 +124,7 @@ impl CudaBackend {
             workspace: Workspace::new(&context),
             hooks: Hooks::default(),
             weights: Arena::new(&context, "weights", ARENA_BLOCK),
+            host_tables: Vec::new(),
             activations: Arena::new(&context, "activations", ARENA_BLOCK),
             uploaded: false,
             moves: 0,
@@ -154,7 +159,7 @@ impl CudaBackend {
             let reason = format!("{rows} rows are not a whole number of groups of {group_rows}");
             return Err(Error::Tensor { tensor: first.name.clone(), reason });
         }
-        let mut store = Store { arena: &mut self.weights, staging: &mut self.staging };
+        let mut store = Store { arena: &mut self.weights, staging: &mut self.staging, host: None };
         let fast = self.packs.then_some(&mut self.tiles);
         let matrix = Matrix::new(&mut store, parts, group_rows, tied, fast)?;
         self.keep(matrix)
@@ -324,7 +329,8 @@ impl Backend for CudaBackend {
 
     fn pack_rows(&mut self, part: &TensorView<'_>) -> Result<Mat> {
         self.context.bind()?;
-        let mut store = Store { arena: &mut self.weights, staging: &mut self.staging };
+        let host = self.options.tables_on_host.then_some((&self.context, &mut self.host_tables));
+        let mut store = Store { arena: &mut self.weights, staging: &mut self.staging, host };
         let matrix = Matrix::table(&mut store, part, &mut self.tiles)?;
         self.keep(matrix)
     }
@@ -381,6 +387,10 @@ impl Backend for CudaBackend {
         !self.timings
     }
 
+    fn draws(&self, vocab: usize) -> bool {
+        vocab <= draw::MOST_LOGITS
+    }
+
     fn rows_change_bits(&self) -> bool {
         // Kernels for few rows add up in another order than those for many.
         self.packs
@@ -413,7 +423,9 @@ impl Backend for CudaBackend {
 
     fn run(&mut self, shape: &BatchShape, program: &(dyn Fn(&mut dyn Ops) + Sync)) -> Result<()> {
         let batch = &self.upload.batch;
-        if !self.uploaded || (shape.rows, shape.head_rows) != (batch.tokens.len(), batch.heads.len()) {
+        let drawn = batch.draws.iter().any(Option::is_some);
+        let own = (batch.tokens.len(), batch.heads.len(), drawn);
+        if !self.uploaded || (shape.rows, shape.head_rows, shape.drawn) != own {
             return Err(Error::Device("the pass to run is not of the shape of the uploaded batch".into()));
         }
         self.context.bind()?;
@@ -556,6 +568,7 @@ impl Backend for CudaBackend {
         MemoryUse {
             weights: self.weights.bytes(),
             mapped: 0,
+            host: self.host_tables.iter().map(|t| t.bytes().len()).sum(),
             activations: self.activations.bytes()
                 + self.workspace.bytes()
                 + self.upload.bytes()

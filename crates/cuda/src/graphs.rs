@@ -138,6 +138,7 @@ mod tests {
             layers: (0, 3),
             has_taps: false,
             steered: false,
+            drawn: false,
         }
     }
 

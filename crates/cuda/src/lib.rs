@@ -38,6 +38,8 @@ mod backend;
 #[cfg(feature = "cuda")]
 mod buffers;
 #[cfg(feature = "cuda")]
+mod draw;
+#[cfg(feature = "cuda")]
 pub mod driver;
 #[cfg(feature = "cuda")]
 mod error;

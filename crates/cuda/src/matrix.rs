@@ -4,11 +4,13 @@
 //! beside the codes take one of two forms: one float a row (a tensor's scale is repeated, which changes no
 //! product), or an array of blocks.
 
+use std::sync::Arc;
+
 use lapidary_formats::{Format, Scales, TensorView, validate};
 use lapidary_ops::{Error, Result};
 
 use crate::args::{MatrixArgs, PartArgs};
-use crate::driver::{Arena, DevPtr, Staging};
+use crate::driver::{Arena, Context, DevPtr, Pinned, Staging, copy_in_parallel};
 use crate::fast::{PackOptions, Packed, ROUTER_ROWS, Tiles, decoded, float_view, keeps_file_form, repeat};
 
 /// A matrix of stacked parts, `[rows, cols]` = `[outputs, inputs]`, in one form or both.
@@ -39,6 +41,8 @@ pub(crate) enum Tied {
 pub(crate) struct Store<'a> {
     pub arena: &'a mut Arena,
     pub staging: &'a mut Staging,
+    /// Where rows go that the device is to read from the host's memory; `None` for the device's own.
+    pub host: Option<(&'a Arc<Context>, &'a mut Vec<Pinned>)>,
 }
 
 impl Matrix {
@@ -67,7 +71,8 @@ impl Matrix {
         let packed =
             PackOptions { arena: store.arena, staging: store.staging, random: tiles.as_deref_mut(), tied }
                 .pack(parts, group_rows)?;
-        let gathers = packed.as_ref().is_some_and(|p| p.gathers(parts, is_random));
+        // A router is multiplied with in float32 whatever its packed form can do.
+        let gathers = tied == Tied::Yes && packed.as_ref().is_some_and(|p| p.gathers(parts, is_random));
         let (file, floats) = match (&packed, tiles) {
             (Some(_), _) if !keeps_file_form(rows, group_rows, tied) || gathers => (None, None),
             (_, Some(tiles)) => (Some(Matrix::random_rows(store, tiles, (rows, cols), tied)?), None),
@@ -114,6 +119,11 @@ impl Matrix {
         let many = |n: usize| n / view.rows * rows + n % view.rows * rows / view.rows;
         let mut fill = |bytes: &[u8]| -> Result<DevPtr> {
             let len = many(bytes.len());
+            if let Some(host) = &mut store.host {
+                let memory = on_host(host, len)?;
+                memory.chunks_mut(bytes.len().max(1)).for_each(|to| to.copy_from_slice(&bytes[..to.len()]));
+                return Ok(DevPtr(memory.as_ptr() as u64));
+            }
             let ptr = store.arena.take(len)?;
             repeat(store.staging.stream(), ptr, len, bytes)?;
             Ok(ptr)
@@ -250,13 +260,26 @@ impl Store<'_> {
         Ok(ptr)
     }
 
+    /// Copies rows, or what they are scaled by, to where they are read: the device, or the host's memory.
+    fn put_rows(&mut self, pieces: &[&[u8]]) -> Result<DevPtr> {
+        let Some(host) = &mut self.host else { return self.put(pieces) };
+        let mut rest = on_host(host, pieces.iter().map(|p| p.len()).sum())?;
+        let ptr = DevPtr(rest.as_ptr() as u64);
+        for piece in pieces {
+            let (own, after) = rest.split_at_mut(piece.len());
+            copy_in_parallel(piece, own);
+            rest = after;
+        }
+        Ok(ptr)
+    }
+
     /// Takes over parts of one format and kind of scale.
     fn run(&mut self, parts: &[TensorView<'_>], first_row: usize) -> Result<PartArgs> {
         let first = &parts[0];
         let rows: usize = parts.iter().map(|p| p.rows).sum();
         let codes: Vec<&[u8]> = parts.iter().map(|p| p.bytes).collect();
         let mut run = PartArgs {
-            codes: self.put(&codes)?,
+            codes: self.put_rows(&codes)?,
             scales: DevPtr::NULL,
             row_scale: DevPtr::NULL,
             row_bytes: first.row_bytes() as i64,
@@ -300,13 +323,23 @@ impl Store<'_> {
         }
         if any_row_scale {
             let scales: Vec<u8> = row_scales.iter().flat_map(|v| v.to_le_bytes()).collect();
-            run.row_scale = self.put(&[&scales])?;
+            run.row_scale = self.put_rows(&[&scales])?;
         }
         if !blocks.is_empty() {
-            run.scales = self.put(&[&blocks])?;
+            run.scales = self.put_rows(&[&blocks])?;
         }
         Ok(run)
     }
+}
+
+/// `len` bytes of the host's memory that the device reads at the host's own address.
+fn on_host<'a>(
+    (context, list): &'a mut (&Arc<Context>, &mut Vec<Pinned>),
+    len: usize,
+) -> Result<&'a mut [u8]> {
+    list.push(Pinned::new(context, len)?);
+    let memory = list.last_mut().expect("just pushed");
+    Ok(&mut memory.bytes_mut()[..len])
 }
 
 /// The number that kernels know a format by: `enum Format` of kernels/common/decode.cuh.

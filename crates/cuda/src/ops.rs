@@ -482,7 +482,7 @@ impl Ops for CudaOps<'_> {
             // SAFETY: both pieces hold as many rows as the logits do.
             unsafe { rows::argmax(s.on.queue(), out, s.act(logits), scratch, s.rows)? }
             s.left.tokens = s.rows;
-            Ok(())
+            s.draw(logits, out, None)
         });
     }
 

@@ -7,6 +7,7 @@ use lapidary_ops::{Batch, Error, GROUPS, Group, KvPlan, PAGE_TOKENS, Result};
 
 use crate::args::Columns;
 use crate::driver::{Block, Context, DevPtr, Pinned, Stream};
+use crate::kernels::draw;
 use crate::kernels::step::{self, Begin, COLUMNS, Follow};
 use crate::launch::Queue;
 
@@ -30,7 +31,7 @@ const MOST_FETCHED: usize = 64;
 
 impl Capacity {
     fn ints(&self) -> usize {
-        self.rows * ROW_COLUMNS + self.heads + self.pages.iter().sum::<usize>() + 1
+        self.rows * ROW_COLUMNS + self.heads * (1 + draw::PARAMETERS) + self.pages.iter().sum::<usize>() + 1
     }
 
     fn holds(&self, needed: &Capacity) -> bool {
@@ -147,6 +148,7 @@ impl Upload {
             steer: at[FOLLOWS - 1],
             heads: at[FOLLOWS + 1],
             pages: [at[FOLLOWS + 2], at[FOLLOWS + 3]],
+            draws: at[FOLLOWS + 5],
             soft_values: self.columns.soft_values,
         };
         self.turn_at = at[FOLLOWS + 4];
@@ -203,7 +205,8 @@ impl Upload {
 /// Where each column starts, in integers; in the order of [`RowInts::columns`].
 fn layout(capacity: &Capacity) -> [usize; COLUMNS] {
     let rows = std::iter::repeat_n(capacity.rows, ROW_COLUMNS);
-    let lengths = rows.chain([capacity.heads]).chain(capacity.pages).chain([1]);
+    let draws = capacity.heads * draw::PARAMETERS;
+    let lengths = rows.chain([capacity.heads]).chain(capacity.pages).chain([1, draws]);
     let mut places = [0; COLUMNS];
     let mut next = 0;
     for (place, length) in places.iter_mut().zip(lengths) {
@@ -216,6 +219,7 @@ fn layout(capacity: &Capacity) -> [usize; COLUMNS] {
 /// What kernels need of each row that the batch has only by sequence.
 struct RowInts {
     soft: Vec<i32>,
+    draws: Vec<i32>,
     table: [Vec<i32>; GROUPS],
     cell: [Vec<i32>; GROUPS],
 }
@@ -225,6 +229,7 @@ impl RowInts {
         let rows = batch.tokens.len();
         let mut ints = RowInts {
             soft: vec![-1; rows],
+            draws: batch.draws.iter().flat_map(|d| draw::parameters(d.as_ref())).collect(),
             table: [vec![0; rows], vec![0; rows]],
             cell: [vec![-1; rows], vec![-1; rows]],
         };
@@ -282,6 +287,7 @@ impl RowInts {
             &batch.pages[0],
             &batch.pages[1],
             turn,
+            &self.draws,
         ]
     }
 }

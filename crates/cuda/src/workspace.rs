@@ -15,6 +15,8 @@ pub(crate) enum Piece {
     Tokens,
     /// Partial results of the search for them.
     Argmax,
+    /// Candidates for tokens that are drawn.
+    Draw,
     /// Pairs of rows and experts by expert, and where each expert's begin.
     Pairs,
     /// Experts' intermediate rows.

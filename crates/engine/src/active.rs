@@ -4,6 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
 use lapidary_model::Config;
+use lapidary_ops::Draw;
 
 use crate::error::Result;
 use crate::guide::{Allowed, Guide, StopCause, Verdict};
@@ -76,6 +77,15 @@ pub(crate) enum Reads {
     Nothing,
     /// Its logits.
     Logits,
+}
+
+/// What a token is chosen from.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum ChooseFrom<'a> {
+    /// What the device chose.
+    Device(u32),
+    /// Logits, and the token with the largest of them where that is known.
+    Logits { logits: &'a [f32], best: Option<u32> },
 }
 
 impl Active {
@@ -192,36 +202,36 @@ impl Active {
         Ok(())
     }
 
-    /// What [`Active::choose`] will want to see.
-    pub fn reads(&self) -> Reads {
+    /// How the device may draw the token for `position`, `None` where that takes more than it can.
+    pub fn draw(&self, position: usize) -> Option<Draw> {
+        let params = self.sampler.params();
+        if params.is_plain_greedy() { None } else { params.draw(position as u64) }
+    }
+
+    /// What [`Active::choose`] will want to see of a row whose token the device has drawn, or not.
+    pub fn reads(&self, drawn: bool) -> Reads {
         let params = self.sampler.params();
         let certain = match self.allowed {
             Next::Force(_) => params.logprobs.is_none(),
             Next::Masked => false,
-            Next::Free => params.is_plain_greedy() && !self.too_early(),
+            Next::Free => (drawn || params.is_plain_greedy()) && !self.too_early(),
         };
         if certain { Reads::Nothing } else { Reads::Logits }
     }
 
-    /// Whether the device can go on from the token of the largest logit while nobody looks: no guide has a say in it, and
-    /// rows are neither edited nor copied out.
-    pub fn goes_on_alone(&self) -> bool {
+    /// Whether the device, which `draws` or does not, can go on from the token that it chooses while nobody looks: no
+    /// guide has a say in it, and rows are neither edited nor copied out.
+    pub fn goes_on_alone(&self, draws: bool) -> bool {
         self.allowed == Next::Free
-            && self.reads() == Reads::Nothing
+            && self.reads(draws && self.draw(0).is_some()) == Reads::Nothing
             && self.steered.is_none()
             && self.watch.is_none()
     }
 
-    /// Chooses the token for `position` and tells the guide. `best` is the token with the largest logit; `logits`
-    /// are there when [`Active::reads`] asked for them.
-    pub fn choose(
-        &mut self,
-        logits: Option<&[f32]>,
-        best: u32,
-        position: usize,
-    ) -> Result<Chosen, FailureKind> {
+    /// Chooses the token for `position` and tells the guide, from what [`Active::reads`] asked for.
+    pub fn choose(&mut self, from: ChooseFrom<'_>, position: usize) -> Result<Chosen, FailureKind> {
         guarded(|| {
-            let sampled = self.sample(logits, best, position)?;
+            let sampled = self.sample(from, position)?;
             let ends = self.stop_ids.contains(&sampled.token);
             let mut stop = None;
             if let Some(guide) = self.guide.as_mut().filter(|_| !ends) {
@@ -237,7 +247,7 @@ impl Active {
         })?
     }
 
-    fn sample(&mut self, logits: Option<&[f32]>, best: u32, position: usize) -> Result<Sampled, FailureKind> {
+    fn sample(&mut self, from: ChooseFrom<'_>, position: usize) -> Result<Sampled, FailureKind> {
         let failed = |error: SamplingError| match error {
             SamplingError::NonFiniteLogit { .. } => FailureKind::NonFinite { position: position - 1 },
             other => FailureKind::Guide(other.to_string()),
@@ -249,22 +259,24 @@ impl Active {
             let vocab = self.vocab;
             return Err(FailureKind::Guide(format!("token {token} was forced, the vocabulary has {vocab}")));
         }
-        let Some(logits) = logits else {
-            let token = if let Next::Force(token) = self.allowed { token } else { best };
-            return Ok(Sampled { token, logprob: None, top: Vec::new() });
+        let (logits, best) = match from {
+            ChooseFrom::Device(chosen) => {
+                let token = if let Next::Force(token) = self.allowed { token } else { chosen };
+                return Ok(Sampled { token, logprob: None, top: Vec::new() });
+            }
+            ChooseFrom::Logits { logits, best } => (logits, best),
         };
         if let Next::Force(token) = self.allowed {
             return self.sampler.report(logits, at, token).map_err(failed);
         }
         let mask = (self.allowed == Next::Masked).then_some(&self.mask);
         let without: &[u32] = if self.too_early() { &self.stop_ids } else { &[] };
-        let chosen =
-            self.sampler.sample_limited(logits, Some(best), at, &self.counts, Limits { mask, without });
+        let chosen = self.sampler.sample_limited(logits, best, at, &self.counts, Limits { mask, without });
         match chosen {
             // A grammar that is complete allows nothing but the end.
             Err(SamplingError::NothingLeft { .. }) if !without.is_empty() && mask.is_some() => {
                 let limits = Limits { mask, without: &[] };
-                self.sampler.sample_limited(logits, Some(best), at, &self.counts, limits).map_err(failed)
+                self.sampler.sample_limited(logits, best, at, &self.counts, limits).map_err(failed)
             }
             other => other.map_err(failed),
         }

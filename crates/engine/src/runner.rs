@@ -147,6 +147,11 @@ impl Runner {
         self.backend.follows() && self.profiler.is_none()
     }
 
+    /// Whether the device can [draw](Batch::draws) the model's tokens.
+    pub fn draws(&self) -> bool {
+        self.backend.draws(self.model.config.vocab)
+    }
+
     /// Starts the model's pass over `batch`; [`Runner::collect`] waits for the oldest that was started. Where the device
     /// works on its own, the caller has the time in between.
     ///
@@ -160,8 +165,9 @@ impl Runner {
         let last_writer = self.model.last_writer;
         let mut own = batch.clone();
         own.heads.clear();
+        own.draws.clear();
         own.taps.points.retain(|&point| reaches_tail(point, last_writer));
-        let own_shape = BatchShape { head_rows: 0, ..shape.clone() };
+        let own_shape = BatchShape { head_rows: 0, drawn: false, ..shape.clone() };
         let captured = self.aside(|runner| {
             runner.launch(&own, &own_shape, &|s, m, shape| forward(s, m, shape))?;
             runner.collect()
@@ -245,10 +251,14 @@ impl Runner {
         let per_layer_vocab = c.per_layer.map_or(c.vocab, |p| p.vocab);
         batch.check(&self.plan, c.hidden, c.vocab, per_layer_vocab).map_err(lapidary_ops::Error::Batch)?;
         batch.check_steer(&|set| self.holds_steer_set(set)).map_err(lapidary_ops::Error::Batch)?;
-        if !batch.follows.is_empty() && !self.follows() {
-            let device = self.backend.report().backend.to_owned();
-            let what = "take a row's token from the pass before".to_owned();
-            return Err(lapidary_ops::Error::Unsupported { device, what }.into());
+        for (asked, able, what) in [
+            (!batch.follows.is_empty(), self.follows(), "take a row's token from the pass before"),
+            (!batch.draws.is_empty(), self.draws(), "draw tokens"),
+        ] {
+            if asked && !able {
+                let device = self.backend.report().backend.to_owned();
+                return Err(lapidary_ops::Error::Unsupported { device, what: what.to_owned() }.into());
+            }
         }
         let model = &self.model;
         self.backend.upload(batch)?;

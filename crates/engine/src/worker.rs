@@ -21,7 +21,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, TryRecvError};
 use std::time::{Duration, Instant};
 
-use lapidary_ops::{Batch, Group, Outcome};
+use lapidary_ops::{Batch, Draw, Group, Outcome};
 
 use crate::active::{Active, TokenTime, guarded, message};
 use crate::engine::{EngineOptions, Shared};
@@ -77,6 +77,8 @@ pub(crate) struct Worker {
     batch: Batch,
     /// Rows of the batch at hand whose logits are wanted.
     batch_heads: Vec<i32>,
+    /// How the device draws their tokens; empty where it draws none.
+    batch_draws: Vec<Option<Draw>>,
     begun: Instant,
     stats: EngineStats,
     /// Requests that have ended since the figures were last put in.
@@ -109,6 +111,7 @@ impl Worker {
             ahead: None,
             batch: Batch::default(),
             batch_heads: Vec::new(),
+            batch_draws: Vec::new(),
             begun: Instant::now(),
             stats: EngineStats::default(),
             ended: 0,
@@ -218,7 +221,12 @@ impl Worker {
         let runs = self.take_up(&mut batch);
         let started = runs.is_some();
         if let Some(plan) = runs.or_else(|| self.plan(&mut batch)) {
+            if !started {
+                let heads = plan.entries.iter().filter_map(|e| Some((e.head?, e.id, e.positions.end)));
+                batch.draws = self.draws(batch.heads.len(), heads);
+            }
             self.batch_heads.clone_from(&batch.heads);
+            self.batch_draws.clone_from(&batch.draws);
             self.announce(&plan);
             self.dress(&plan, &mut batch);
             match self.forward(&plan, &batch, started) {
@@ -241,6 +249,26 @@ impl Worker {
         }
         let now = self.now();
         self.scheduler.next(now, batch)
+    }
+
+    /// How the device is to draw the tokens of `count` head rows, of which `heads` says whose they are and which
+    /// positions the tokens will have; empty where it draws none.
+    fn draws(
+        &self,
+        count: usize,
+        heads: impl Iterator<Item = (usize, RequestId, usize)>,
+    ) -> Vec<Option<Draw>> {
+        if !self.runner.draws() {
+            return Vec::new();
+        }
+        let mut draws = vec![None; count];
+        for (head, id, position) in heads {
+            draws[head] = self.active.get(&id).and_then(|active| active.draw(position));
+        }
+        if draws.iter().all(Option::is_none) {
+            draws.clear();
+        }
+        draws
     }
 
     fn now(&self) -> Duration {

@@ -122,13 +122,19 @@ pub fn fit(plan: &MemoryPlan, context: usize, available: Option<u64>) -> Finding
         Some(available) => (Level::Ok, format!(", {} are available", size(available))),
         None => (Level::Warn, ", free memory is unknown".to_string()),
     };
-    let paged = paged(plan).map_or(String::new(), |paged| format!("; {paged}"));
-    let level = if level == Level::Ok && !paged.is_empty() { Level::Warn } else { level };
-    Finding::new(level, "fit", format!("needs {parts}{rest}{paged}"))
+    let elsewhere = elsewhere(plan).map_or(String::new(), |text| format!("; {text}"));
+    let level = if level == Level::Ok && !elsewhere.is_empty() { Level::Warn } else { level };
+    Finding::new(level, "fit", format!("needs {parts}{rest}{elsewhere}"))
 }
 
-/// What a plan leaves in the file, if it does.
-pub fn paged(plan: &MemoryPlan) -> Option<String> {
+/// What a plan leaves in the file or with the host, if it does.
+pub fn elsewhere(plan: &MemoryPlan) -> Option<String> {
+    if let Some(bytes) = plan.host_tables {
+        let bytes = size(bytes);
+        return Some(format!(
+            "{bytes} of tables stay in the host's memory, where the device fetches a row for each token"
+        ));
+    }
     let paged = plan.paged?;
     let all = paged.layers + paged.packed_layers;
     Some(format!(

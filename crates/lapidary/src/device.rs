@@ -77,6 +77,7 @@ impl Device {
                     ordinal,
                     compute,
                     random_weights: options.random_weights,
+                    tables_on_host: options.tables_on_host,
                     ..lapidary_cuda::CudaOptions::default()
                 };
                 Ok(Box::new(lapidary_cuda::CudaBackend::new(cuda)?))

@@ -39,6 +39,9 @@ pub struct LoadOptions {
     /// ones stay in the file, and what a token chooses of them is paged in.
     /// [`MemoryPlan::packed_experts`](crate::plan::MemoryPlan::packed_experts) knows how many fit; all when not given.
     pub packed_experts: Option<usize>,
+    /// Keeps tables of which a token reads one row in the host's memory, where a GPU fetches the rows.
+    /// [`MemoryPlan::host_tables`](crate::plan::MemoryPlan::host_tables) is set where its own memory is too small.
+    pub tables_on_host: bool,
     /// What the model runs on.
     pub device: Device,
     /// Formats that plain matrices get while they are loaded.
@@ -61,6 +64,7 @@ impl Default for LoadOptions {
             final_softcap: None,
             level: None,
             packed_experts: None,
+            tables_on_host: false,
             device: Device::Cpu,
             requantise: Requantise::default(),
             random_weights: None,

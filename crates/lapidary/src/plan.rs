@@ -31,8 +31,8 @@ pub struct PlanOptions {
     pub device: Device,
     /// Formats that plain matrices get while they are loaded.
     pub requantise: Requantise,
-    /// Bytes that it may take; experts that are too many for them stay in the file where the device can read them there.
-    /// `None` for any number.
+    /// Bytes that it may take; experts that are too many for them stay in the file where the device can read them there,
+    /// and tables of which a token reads one row go to the host's memory where the device has its own. `None` for any number.
     pub memory: Option<u64>,
 }
 
@@ -72,6 +72,11 @@ pub struct MemoryPlan {
     readers: Vec<(u64, Option<usize>)>,
     /// Experts that stay in the file since they are too many for the memory that the plan was made for.
     pub paged: Option<PagedExperts>,
+    /// Bytes of tables that stay in the host's memory, where the device fetches single rows, since they are too many for
+    /// its own.
+    pub host_tables: Option<u64>,
+    /// Bytes of tables of which a token reads one row.
+    tables: u64,
     /// Bytes of each layer's experts.
     expert_layers: BTreeMap<u32, u64>,
     compute: Compute,
@@ -106,6 +111,8 @@ impl MemoryPlan {
             }),
             device_bytes: device_bytes(config, options),
             paged: None,
+            host_tables: None,
+            tables: 0,
             expert_layers: BTreeMap::new(),
             compute: options.compute,
             device: options.device,
@@ -144,18 +151,21 @@ impl MemoryPlan {
         }
         let order = |f: Format| Format::ALL.iter().position(|&g| g == f);
         plan.weights.sort_by_key(|w| order(w.format));
-        // What is quantised while it is loaded is in no file.
-        if let Some(memory) = options.memory.filter(|_| options.requantise.linear.is_none()) {
-            plan.fit(memory);
+        if let Some(memory) = options.memory {
+            plan.fit(memory, options.requantise.linear.is_none());
         }
         plan
     }
 
     /// Leaves the experts of the last layers in the file where all would not fit into `memory`. Of the room beside
-    /// everything else, half goes to packed experts and half is left to the file's pages.
-    fn fit(&mut self, memory: u64) {
-        let pages_experts = self.device == Device::Cpu && self.compute == Compute::Fast;
+    /// everything else, half goes to packed experts and half is left to the file's pages. What is quantised while it is
+    /// loaded is in no file. A GPU leaves tables to the host.
+    fn fit(&mut self, memory: u64, in_file: bool) {
+        let pages_experts = self.device == Device::Cpu && self.compute == Compute::Fast && in_file;
         let total = self.total();
+        if total > memory && self.device != Device::Cpu && self.tables > 0 {
+            self.host_tables = Some(self.tables);
+        }
         if total <= memory || !pages_experts || self.expert_layers.is_empty() {
             return;
         }
@@ -191,6 +201,9 @@ impl MemoryPlan {
         };
         let bytes = packed.map_or(stored.bytes, |b| b as u64);
         self.count(stored.format, 1, bytes);
+        if matches!(share, Share::OneRow) {
+            self.tables += bytes;
+        }
         if let (Role::Layer(layer, _), Share::Experts { .. }) = (role, &share) {
             *self.expert_layers.entry(layer).or_default() += bytes;
         }
@@ -235,9 +248,10 @@ impl MemoryPlan {
         self.activations.iter().map(bytes).sum::<u64>() + self.experts_bytes
     }
 
-    /// Bytes in all, without those of experts that stay in the file.
+    /// Bytes in all, without those of experts that stay in the file and of tables that stay with the host.
     pub fn total(&self) -> u64 {
-        let weights = self.weight_bytes() - self.paged.map_or(0, |paged| paged.bytes);
+        let elsewhere = self.paged.map_or(0, |paged| paged.bytes) + self.host_tables.unwrap_or(0);
+        let weights = self.weight_bytes() - elsewhere;
         let parts = [weights, self.kv_bytes(), self.activation_bytes(), self.device_bytes];
         parts.into_iter().fold(0, u64::saturating_add)
     }

@@ -10,6 +10,7 @@ use common::client::{drawn, greedy, run, submit};
 use common::dense::{Fixed, ON, alone, dense, drained, finish, prompt, setup, start};
 use common::drive::{name, tiny_folder};
 use common::spy::{Hooks, Passes, hooked_runner, poisoned_where};
+use lapidary_engine::sampling::{Sampled, SamplingParams};
 use lapidary_engine::{
     Allowed, EngineFinish, EngineRequest, FailureKind, Guide, GuideError, StopCause, Verdict,
 };
@@ -87,6 +88,67 @@ fn requests_in_company_get_what_each_gets_alone() {
         assert!(behind > all / 4, "{behind} of {all}");
         drained(&engine);
     }
+}
+
+/// Drawn tokens are the ones that the host would have drawn, and nobody waits for the host either. What the device cannot
+/// do is done by the host beside it.
+#[test]
+fn drawn_streams_need_the_host_as_little_as_greedy_ones() {
+    let (hooks, passes) = works_alone(Hooks::default());
+    let engine = start(hooked_runner(&dense(), ON, setup(), &hooks));
+    let with = |change: fn(&mut SamplingParams)| {
+        let mut request = drawn(&prompt(4, 11), 50, 7);
+        change(&mut request.sampling);
+        request
+    };
+    let device: [fn(&mut SamplingParams); 6] = [
+        |_| {},
+        |p| (p.temperature, p.top_k, p.top_p, p.min_p) = (3.5, 17, 1.0, 0.1),
+        |p| (p.top_p, p.suppress) = (0.5, vec![3, 5, 8, 13, 21, 34, 55, 89]),
+        |p| (p.temperature, p.suppress) = (0.0, vec![40, 41]),
+        |p| (p.temperature, p.top_k) = (0.3, 1),
+        |p| p.top_p = 0.0,
+    ];
+    let host: [fn(&mut SamplingParams); 6] = [
+        |p| p.top_k = 65,
+        |p| p.top_k = 0,
+        |p| p.logprobs = Some(2),
+        |p| p.repetition_penalty = 1.3,
+        |p| p.logit_bias = vec![(7, 2.0)],
+        |p| p.suppress = (0..9).collect(),
+    ];
+    for (i, change) in device.into_iter().enumerate() {
+        let before = (passes.count(), passes.drawn());
+        let reply = run(&engine, with(change));
+        assert_eq!(reply.sampled, alone(&dense(), &with(change)).0, "{i}");
+        let after = (passes.count(), passes.drawn());
+        // All but the prompt's pass and the one behind it; drawn in each.
+        assert_eq!(after.0.1 - before.0.1, 48, "{i}: passes started early");
+        assert_eq!(after.1 - before.1, 50, "{i}: tokens drawn by the device");
+    }
+    for (i, change) in host.into_iter().enumerate() {
+        let before = passes.drawn();
+        let tokens = |sampled: Vec<Sampled>| sampled.iter().map(|s| s.token).collect::<Vec<_>>();
+        let reply = run(&engine, with(change));
+        assert_eq!(tokens(reply.sampled), tokens(alone(&dense(), &with(change)).0), "host {i}");
+        assert_eq!(passes.drawn(), before, "host {i}");
+    }
+    // All in company, one with a guide and one that may not end early.
+    let guided = || EngineRequest { guide: Some(Box::new(Thirds(0))), ..with(|_| {}) };
+    let held = || EngineRequest { min_tokens: 20, stop_ids: (0..120).collect(), ..with(|p| p.top_p = 0.9) };
+    let plain = start(hooked_runner(&dense(), ON, setup(), &Hooks::default()));
+    let mut all: Vec<Box<dyn Fn() -> EngineRequest>> = vec![Box::new(guided), Box::new(held)];
+    for &change in device.iter().chain(&host) {
+        all.push(Box::new(move || with(change)));
+    }
+    let expected: Vec<_> = all.iter().map(|request| run(&plain, request())).collect();
+    assert!(expected[1].sampled.len() >= 20 && matches!(expected[1].reason, EngineFinish::Stop(_)));
+    let pending: Vec<_> = all.iter().map(|request| submit(&engine, request())).collect();
+    for (i, (pending, expected)) in pending.into_iter().zip(expected).enumerate() {
+        let reply = pending.wait();
+        assert_eq!((reply.sampled, reply.reason), (expected.sampled, expected.reason), "in company {i}");
+    }
+    drained(&engine);
 }
 
 /// Forces every third token.
@@ -209,6 +271,29 @@ fn a_gpus_streams_are_those_of_its_stepper() {
             if streams == 1 {
                 assert!(replies[0].tokens == expected[1..], "{what}: the engine's are the stepper's");
             }
+        }
+        // Asking for probabilities leaves the drawing to the host.
+        for streams in [1, 4, 16] {
+            let mut tokens = Vec::new();
+            // The first time passes are recorded.
+            for logprobs in [None, Some(0), None] {
+                let request = |i| EngineRequest { logprobs, ..drawn(&ids, steps / 2, i) };
+                let pending: Vec<_> = (0..streams).map(|i| submit(&engine, request(i))).collect();
+                pending.iter().for_each(|p| {
+                    p.token();
+                });
+                let clock = Instant::now();
+                let replies: Vec<_> = pending.into_iter().map(common::client::Pending::wait).collect();
+                let step = clock.elapsed().as_secs_f64() / (steps / 2 - 1) as f64;
+                let by = if logprobs.is_none() { "device" } else { "host" };
+                let pace = streams as f64 / step;
+                println!("{what}: {streams} streams drawn by the {by}: {pace:.0} tokens/s");
+                tokens.push(replies.into_iter().map(|r| r.tokens).collect::<Vec<_>>());
+            }
+            assert!(
+                streams > 1 || tokens[0] == tokens[1] && tokens[0] == tokens[2],
+                "{what}: not the host's"
+            );
         }
     }
 }

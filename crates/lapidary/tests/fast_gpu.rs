@@ -11,9 +11,10 @@ mod common;
 use std::ops::ControlFlow;
 use std::path::Path;
 
+use common::drive::{golden, golden_ids};
 use lapidary::synth::{Mix, Size, SynthOptions, write};
-use lapidary::{Checkpoint, Compute, Device, LoadOptions, Stepper, load_stepper};
-use lapidary_reference::compare;
+use lapidary::{Checkpoint, Compute, Device, LoadOptions, Prompt, Stepper, load_stepper};
+use lapidary_reference::{Golden, compare};
 
 const CONTEXT: usize = 200;
 
@@ -124,6 +125,31 @@ fn check(size: Size, mix: Mix, layers: usize, limit: f64) {
     let report = compare(&row, &alone[4]);
     println!("{what} one slot of many against alone: {report}");
     assert!(report.finite && report.rel_rms <= limit, "{what}: {report}");
+}
+
+/// Checkpoints as they are published, every matrix in bf16 and routers too: the fast mode is off from float32 by no more than
+/// one and a half times as much as the published implementation's own run in bfloat16, which the goldens tell.
+#[test]
+fn goldens_in_the_fast_mode() {
+    if common::gpu().is_none() {
+        return;
+    }
+    for variant in Golden::VARIANTS {
+        let Some(golden) = golden(variant) else { continue };
+        let folder = Golden::root().join(variant);
+        let meta = std::fs::read(folder.join("meta.json")).expect("meta.json is there");
+        let meta: serde_json::Value = serde_json::from_slice(&meta).expect("JSON");
+        let floor = meta["tolerance"]["bf16_vs_f32"]["logits"]["rel"].as_f64().expect("a number");
+        let mut s = load(&folder, Compute::Fast);
+        let ids = golden_ids(&golden, "input_ids");
+        let mut found = Vec::new();
+        let mut take = |_: usize, row: &[f32]| found.extend_from_slice(row);
+        s.score(&Prompt::from(&ids[..]), &mut take, &mut |_, _| {}).expect("the prompt runs");
+        let expected = golden.f32("logits").expect("logits").values;
+        let report = compare(&found, &expected);
+        println!("{variant}: {report}, bfloat16 of the published implementation {floor:.4}");
+        assert!(report.finite && f64::from(report.rel_rms) <= 1.5 * floor, "{variant}: {report}");
+    }
 }
 
 #[test]

@@ -5,7 +5,8 @@ mod sparse;
 use std::path::{Path, PathBuf};
 
 use lapidary::plan::{MemoryPlan, PlanOptions, activations};
-use lapidary::{Checkpoint, Compute, Config, KvFormat, LoadOptions, load_stepper};
+use lapidary::synth::{Mix, Size, SynthOptions, write};
+use lapidary::{Checkpoint, Compute, Config, Device, KvFormat, LoadOptions, load_stepper};
 use lapidary_model::Limits;
 use lapidary_ops::{Format, Group};
 use lapidary_reference::tiny::{self, Variant};
@@ -142,6 +143,33 @@ fn too_little_memory_for_the_experts_gives_the_same_tokens() {
         let owned = plan.weight_bytes() - paged - *in_place;
         assert!((held.weights as u64).abs_diff(owned) <= owned / 50, "{} of {owned} owned", held.weights);
     }
+}
+
+/// A GPU that is too small for all of E2B leaves the per-layer table to the host before anything else is given up, and
+/// only then.
+#[test]
+fn l04_the_per_layer_table_makes_room_for_the_head() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let path = folder.path().join("header.gguf");
+    let header = SynthOptions { sparse: true, ..SynthOptions::default() };
+    write(Size::E2b, Mix::Bf16, &path, &header, &mut |_, _| {}).expect("the header is written");
+    let checkpoint = Checkpoint::open(&path).expect("the file opens");
+    let on_gpu = LoadOptions { device: Device::Cuda { ordinal: 0 }, ..options(Compute::Fast) };
+    let all = plan_within(&checkpoint, &on_gpu, None).1;
+    // 262,144 ids, 35 layers of 256 values in bf16.
+    let table = 262_144 * 35 * 256 * 2;
+    for (memory, host) in
+        [(all.total(), None), (all.total() - 1, Some(table)), (all.total() - table, Some(table))]
+    {
+        let plan = plan_within(&checkpoint, &on_gpu, Some(memory)).1;
+        assert_eq!(plan.host_tables, host, "{memory}");
+        assert_eq!(plan.total(), all.total() - host.unwrap_or(0), "{memory}");
+    }
+    // The processor reads it from the file in any case, and 31B has none.
+    assert_eq!(plan_within(&checkpoint, &options(Compute::Fast), Some(1)).1.host_tables, None);
+    write(Size::Dense31b, Mix::Bf16, &path, &header, &mut |_, _| {}).expect("the header is written");
+    let checkpoint = Checkpoint::open(&path).expect("the file opens");
+    assert_eq!(plan_within(&checkpoint, &on_gpu, Some(1)).1.host_tables, None);
 }
 
 #[test]

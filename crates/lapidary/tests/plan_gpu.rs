@@ -3,9 +3,13 @@
 
 mod common;
 
+use std::ops::ControlFlow;
+use std::time::Instant;
+
 use lapidary::plan::{MemoryPlan, PlanOptions};
 use lapidary::synth::{Mix, Size, SynthOptions, write};
 use lapidary::{Checkpoint, Compute, Config, Device, KvFormat, LoadOptions, Requantise, load_stepper};
+use lapidary_formats::Format;
 use lapidary_model::Limits;
 
 #[test]
@@ -66,6 +70,48 @@ fn what_is_held_on_a_gpu_is_within_the_plan() {
             );
             assert!(held.weights + held.activations + held.kv <= plan.total() as usize, "{what}");
         }
+    }
+}
+
+/// With its per-layer table in the host's memory a model says what it says with all on the device, which holds so much less.
+#[test]
+fn l04_the_per_layer_table_in_the_hosts_memory_changes_no_token() {
+    if common::gpu().is_none() {
+        return;
+    }
+    let prompt: Vec<u32> = (0..300).map(|i| i * 7919 % 262_144).collect();
+    for format in [Format::Bf16, Format::Q4K, Format::Nvfp4] {
+        let (mut kept, mut rates, mut said) = (Vec::new(), Vec::new(), Vec::new());
+        for tables_on_host in [false, true] {
+            let options = LoadOptions {
+                context: Some(700),
+                chunk: 171,
+                tables_on_host,
+                random_weights: Some(format),
+                ..LoadOptions::default()
+            };
+            let mut s = common::random_on_gpu(Size::E2b, None, options);
+            let mut tokens = vec![s.prefill(&prompt).expect("the prompt runs")];
+            let first = tokens[0];
+            let clock = Instant::now();
+            let steps = 300;
+            s.decode_many(first, steps, &mut |t| {
+                tokens.push(t[0]);
+                ControlFlow::Continue(())
+            })
+            .expect("the steps run");
+            rates.push(steps as f64 / clock.elapsed().as_secs_f64());
+            kept.push(s.runner().memory());
+            said.push(tokens);
+        }
+        let [device, host] = [kept[0], kept[1]];
+        println!("E2B {format}: {:.0} tokens/s, with the table on the host {:.0}", rates[0], rates[1]);
+        assert!(said[0] == said[1], "{format}: other tokens");
+        assert_eq!(device.host, 0, "{format}");
+        // Small parts of a table lie in blocks of 64 MiB with others.
+        let gone = device.weights - host.weights;
+        assert!(gone <= host.host && gone + (64 << 20) >= host.host, "{format}: {gone} of {}", host.host);
+        assert!(host.host >= 262_144 * 35 * 256 / 2, "{format}: {}", host.host);
     }
 }
 

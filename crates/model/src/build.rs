@@ -158,6 +158,7 @@ impl Model {
             layers: (0, self.layers.len()),
             has_taps: false,
             steered: true,
+            drawn: false,
         }
     }
 }

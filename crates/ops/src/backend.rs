@@ -38,8 +38,8 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// What a pass left behind.
 #[derive(Clone, Debug, Default)]
 pub struct Outcome {
-    /// For each head row the token with the largest logit, or -1 when a logit was not finite. Empty when the
-    /// pass had no head.
+    /// For each head row the token with the largest logit, or the one that the device [drew](crate::Batch::draws), or -1
+    /// when a logit was not finite. Empty when the pass had no head.
     pub argmax: Vec<i32>,
     /// What was copied out.
     pub taps: Vec<Tap>,
@@ -71,6 +71,8 @@ pub struct MemoryUse {
     pub weights: usize,
     /// Weights used in place from a memory map.
     pub mapped: usize,
+    /// Weights in the host's memory, where a device with memory of its own reads them.
+    pub host: usize,
     /// Activations and scratch.
     pub activations: usize,
     /// Keys and values.
@@ -176,6 +178,12 @@ pub trait Backend: Send + fmt::Debug {
     /// Whether rows of a batch may [follow](Batch::follows) the pass before: then one more pass may be uploaded and run
     /// while that one is not collected, and the device takes the tokens of such rows from what it chose.
     fn follows(&self) -> bool {
+        false
+    }
+
+    /// Whether the device can [draw](Batch::draws) the tokens of head rows with `vocab` logits. The tokens in the
+    /// [`Outcome`] of such rows are the drawn ones.
+    fn draws(&self, _vocab: usize) -> bool {
         false
     }
 

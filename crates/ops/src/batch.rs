@@ -1,6 +1,7 @@
 //! One step as plain data: columns of integers that a person can print and check.
 
 use crate::backend::Tap;
+use crate::draw::Draw;
 use crate::kv::{GROUPS, KvPlan, PAGE_TOKENS};
 use crate::ops::TapPoint;
 
@@ -29,6 +30,9 @@ pub struct Batch {
     pub soft_values: Vec<f32>,
     /// Rows whose logits are wanted, ascending.
     pub heads: Vec<i32>,
+    /// For each of `heads` how the device draws its token, `None` for one that takes the token of the largest logit;
+    /// empty when all do. Only for a backend that [draws](crate::Backend::draws).
+    pub draws: Vec<Option<Draw>>,
     /// What the pass copies out beside the logits.
     pub taps: TapSet,
     /// For each row the head row of the pass before whose chosen token is this row's, or -1 for a row whose token stands
@@ -103,6 +107,8 @@ pub struct BatchShape {
     pub has_taps: bool,
     /// Whether any row is steered.
     pub steered: bool,
+    /// Whether the device draws any token.
+    pub drawn: bool,
 }
 
 /// What is wrong with a batch. A caller that plans batches itself has a bug when it sees one.
@@ -124,6 +130,8 @@ pub enum BatchError {
     PageRange { page: i32, pages: usize, group: &'static str },
     #[error("head row {row} is outside the batch or out of order")]
     Head { row: i32 },
+    #[error("what head row {head} is to be drawn by is out of range")]
+    Draw { head: usize },
     #[error("soft row {row} is outside the batch or its values are missing or not finite")]
     Soft { row: i32 },
     #[error("row {row} follows head row {follows} of the pass before, which chose {chosen} tokens")]
@@ -144,6 +152,7 @@ impl Batch {
         self.soft_rows.clear();
         self.soft_values.clear();
         self.heads.clear();
+        self.draws.clear();
         self.taps.points.clear();
         self.follows.clear();
         self.steer.clear();
@@ -159,6 +168,7 @@ impl Batch {
             layers: (0, layers),
             has_taps: !self.taps.points.is_empty(),
             steered: self.steer.iter().any(|&set| set >= 0),
+            drawn: self.draws.iter().any(Option::is_some),
         }
     }
 
@@ -226,6 +236,13 @@ impl Batch {
                 return Err(BatchError::Head { row });
             }
             last = row;
+        }
+        if !self.draws.is_empty() && self.draws.len() != self.heads.len() {
+            let (found, rows) = (self.draws.len(), self.heads.len());
+            return Err(BatchError::Length { column: "draws", found, rows });
+        }
+        if let Some(head) = self.draws.iter().position(|d| d.is_some_and(|d| !d.is_valid())) {
+            return Err(BatchError::Draw { head });
         }
         for (i, &row) in self.soft_rows.iter().enumerate() {
             let values = self.soft_values.get(i * width..(i + 1) * width);

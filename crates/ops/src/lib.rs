@@ -12,6 +12,7 @@
 
 mod backend;
 mod batch;
+mod draw;
 mod handles;
 mod kv;
 mod ops;
@@ -21,6 +22,7 @@ mod timing;
 
 pub use backend::{Backend, DeviceReport, Error, KernelReport, MemoryUse, Outcome, Result, Tap};
 pub use batch::{Batch, BatchError, BatchShape, PageTable, RowSpan, TailRows, TapSet};
+pub use draw::Draw;
 pub use handles::{Act, ActKind, ActRows, ActSpec, Gain, GainSpec, Mat, MatSpec};
 pub use kv::{GROUPS, Group, KvFormat, KvGroupPlan, KvLayerShape, KvPlan, KvRef, PAGE_TOKENS};
 pub use lapidary_formats::{FileBytes, FileMap, Format, Scales, TensorView};

@@ -210,6 +210,7 @@ impl Backend for ReferenceBackend {
             weights: floats(self.mats.iter().map(|m| m.values.len()).sum::<usize>())
                 + floats(self.gains.iter().map(Vec::len).sum()),
             mapped: 0,
+            host: 0,
             activations: floats(self.acts.iter().map(|a| a.values.len()).sum()),
             kv: self.kv.bytes(),
         }

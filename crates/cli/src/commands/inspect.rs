@@ -216,6 +216,10 @@ fn memory(plan: &MemoryPlan, options: &LoadOptions) -> Table {
         let detail = format!("experts of {} layers, read from it as they are chosen", paged.layers);
         table.row(vec!["of these in the file".into(), bytes(paged.bytes), detail]);
     }
+    if let Some(tables) = plan.host_tables {
+        let detail = "tables that the device fetches rows of".to_owned();
+        table.row(vec!["of these with the host".into(), bytes(tables), detail]);
+    }
     table.row(vec!["total".into(), bytes(plan.total()), String::new()]);
     table
 }
@@ -292,6 +296,7 @@ fn as_json(checkpoint: &Checkpoint, config: &Config, options: &LoadOptions, plan
             "kv_bytes": plan.kv_bytes(),
             "activation_bytes": plan.activation_bytes(),
             "paged_experts": plan.paged.map(|p| json!({"layers": p.layers, "bytes": p.bytes})),
+            "host_tables": plan.host_tables,
             "device_bytes": plan.device_bytes,
             "total": plan.total(),
             "weight_bytes_per_token": plan.weight_bytes_per_token,

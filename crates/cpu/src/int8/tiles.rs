@@ -128,6 +128,11 @@ impl Tiles {
         self.packer.product(self.tiles(tile, tiles), tiles, x, out);
     }
 
+    /// All bytes from tile `first` on.
+    pub fn bytes_from(&self, first: usize) -> &[u8] {
+        &self.data.as_slice()[first * self.packer.tile_bytes..]
+    }
+
     fn tiles(&self, first: usize, tiles: usize) -> &[u8] {
         let tile_bytes = self.packer.tile_bytes;
         &self.data.as_slice()[first * tile_bytes..][..tiles * tile_bytes]

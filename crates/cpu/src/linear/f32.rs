@@ -223,12 +223,15 @@ pub(crate) use x86::avx512::put;
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use super::{RowsView, Weight};
+    use crate::memory::{LINE, prefetch};
 
-    /// The same blocking at both levels; `$m` rows of x by `$n` rows of w make the largest block.
+    /// The same blocking at both levels; `$m` rows of x by `$n` rows of w make the largest block. A row of x that is left waits
+    /// for memory: it passes `$single` rows of w at a time, and the next ones are asked for in the order of memory, which the
+    /// processor's own prefetch does not follow.
     macro_rules! level {
         ($name:ident, $features:literal, $m:literal, $n:literal, $single:literal) => {
             pub mod $name {
-                use super::{RowsView, Weight};
+                use super::{LINE, RowsView, Weight, prefetch};
                 use std::arch::x86_64::*;
 
                 /// # Safety
@@ -247,11 +250,11 @@ mod x86 {
                         while i + $m <= x.count {
                             let mut j = 0;
                             while j + $n <= w.count {
-                                block::<W, $m, $n>(x, i, w, j, k, out, out_stride);
+                                block::<W, $m, $n, false>(x, i, w, j, k, out, out_stride);
                                 j += $n;
                             }
                             while j < w.count {
-                                block::<W, $m, 1>(x, i, w, j, k, out, out_stride);
+                                block::<W, $m, 1, false>(x, i, w, j, k, out, out_stride);
                                 j += 1;
                             }
                             i += $m;
@@ -259,11 +262,11 @@ mod x86 {
                         while i < x.count {
                             let mut j = 0;
                             while j + $single <= w.count {
-                                block::<W, 1, $single>(x, i, w, j, k, out, out_stride);
+                                block::<W, 1, $single, true>(x, i, w, j, k, out, out_stride);
                                 j += $single;
                             }
                             while j < w.count {
-                                block::<W, 1, 1>(x, i, w, j, k, out, out_stride);
+                                block::<W, 1, 1, true>(x, i, w, j, k, out, out_stride);
                                 j += 1;
                             }
                             i += 1;
@@ -273,7 +276,7 @@ mod x86 {
 
                 #[inline]
                 #[target_feature(enable = $features)]
-                unsafe fn block<W: Weight, const M: usize, const N: usize>(
+                unsafe fn block<W: Weight, const M: usize, const N: usize, const ASK: bool>(
                     x: RowsView<'_>,
                     i: usize,
                     w: RowsView<'_, W>,
@@ -293,6 +296,11 @@ mod x86 {
                         let whole = k - k % LANES;
                         let mut e = 0;
                         while e < whole {
+                            if ASK {
+                                let next = b[0].wrapping_add(N * (w.stride + e)).cast::<u8>();
+                                let bytes = N * LANES * size_of::<W>();
+                                (0..bytes).step_by(LINE).for_each(|at| prefetch(next.wrapping_add(at)));
+                            }
                             let mut bv = [zero(); N];
                             for c in 0..N {
                                 bv[c] = weights(b[c].add(e));
@@ -477,8 +485,8 @@ mod x86 {
         };
     }
 
-    level!(avx512, "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq", 4, 4, 8);
-    level!(avx2, "avx2,fma,f16c", 2, 4, 8);
+    level!(avx512, "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq", 4, 4, 4);
+    level!(avx2, "avx2,fma,f16c", 2, 4, 4);
 }
 
 #[cfg(test)]

@@ -6,9 +6,10 @@
 
 use std::ops::Range;
 
-use lapidary_ops::{Act, Activation};
+use lapidary_ops::{Act, Activation, Mat};
 
-use super::{Inputs, TILE, rows_at_once, tile_values};
+use super::{Inputs, RUN, TILE, rows_at_once, tile_values};
+use crate::ahead::Division;
 use crate::buffers::Buffer;
 use crate::int8::PAIR;
 use crate::int8::activations::BLOCK;
@@ -19,10 +20,6 @@ use crate::ops::{CpuOps, Scope};
 // A block of hidden values comes from a pair of tiles.
 const _: () = assert!(BLOCK == PAIR);
 
-/// Blocks of gate rows that are read one after the other before their up rows: each change of place in memory stops the
-/// processor's own prefetch.
-const RUN: usize = 32;
-
 impl CpuOps<'_> {
     /// Whether `gated_product` can do it: gate and up rows start tiles, and hidden columns are whole blocks.
     pub(crate) fn can_gate(&self, out: Act, w: &Matrix) -> bool {
@@ -31,14 +28,16 @@ impl CpuOps<'_> {
     }
 
     /// `gated_linear`, where `can_gate`.
-    pub(crate) fn gated_product(&mut self, out: Act, x: Act, w: &Matrix, f: Activation) {
+    pub(crate) fn gated_product(&mut self, out: Act, x: Act, mat: Mat, f: Activation) {
         self.enter(Scope::Shared);
+        self.begin_product(mat, Division::Gate);
+        let w = self.pass.mat(mat);
         assert!(out != x, "a gate into its own input");
         let (out, x) = (self.act(out), self.act(x));
         assert_eq!(x.width(), w.cols, "{} and {}", x.spec.name, out.spec.name);
         let units = out.width() / BLOCK;
         let run = if self.reads_weights_once() { RUN } else { 1 };
-        while let Some(claim) = self.claim_weights(1, units) {
+        for claim in self.claims(1, units) {
             let block = rows_at_once(&w.part_of(0).weights, x, self.rows);
             for from in (0..self.rows).step_by(block) {
                 let n = block.min(self.rows - from);
@@ -52,9 +51,11 @@ impl CpuOps<'_> {
                 self.scratch.halves = halves;
             }
         }
+        self.end_product(mat);
     }
 
-    /// Blocks `units` of the columns of the inputs, which are rows `from` and on.
+    /// Blocks `units` of the columns of the inputs, which are rows `from` and on: all gate rows, then all up rows, since each
+    /// change of place in memory stops the processor's own prefetch, and last what is made of both.
     fn gated_blocks(
         &mut self,
         out: &Buffer,
@@ -67,17 +68,17 @@ impl CpuOps<'_> {
         let (isa, n) = (self.isa(), inputs.floats.count);
         let scratch = &mut *self.scratch;
         let gates = scratch.results.get(units.len() * n * PAIR);
-        let ups = scratch.results2.get(n * PAIR);
-        let mut values = |row: usize, values: &mut [f32]| {
-            let part: &Part = w.part_of(row);
-            tile_values(isa, &part.weights, row - part.first_row, BLOCK, inputs, &mut scratch.tile, values);
-        };
-        for (unit, gates) in units.clone().zip(gates.chunks_mut(n * PAIR)) {
-            values(unit * BLOCK, gates);
+        let ups = scratch.results2.get(units.len() * n * PAIR);
+        for (first, values) in [(0, &mut *gates), (out.width(), &mut *ups)] {
+            for (unit, values) in units.clone().zip(values.chunks_mut(n * PAIR)) {
+                let row = first + unit * BLOCK;
+                let part: &Part = w.part_of(row);
+                let row = row - part.first_row;
+                tile_values(isa, &part.weights, row, BLOCK, inputs, &mut scratch.tile, values);
+            }
         }
-        for (unit, gates) in units.zip(gates.chunks(n * PAIR)) {
+        for ((unit, gates), ups) in units.zip(gates.chunks(n * PAIR)).zip(ups.chunks(n * PAIR)) {
             let col = unit * BLOCK;
-            values(out.width() + col, ups);
             for (i, (g, u)) in gates.chunks(PAIR).zip(ups.chunks(PAIR)).enumerate() {
                 // SAFETY: these columns belong to a block that this worker has claimed.
                 unsafe {

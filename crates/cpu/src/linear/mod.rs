@@ -16,8 +16,9 @@ mod neon;
 use std::ops::Range;
 
 use lapidary_formats::Scales;
-use lapidary_ops::{Act, Format};
+use lapidary_ops::{Act, Format, Mat};
 
+use crate::ahead::Division;
 use crate::buffers::Buffer;
 use crate::int8::PAIR;
 use crate::int8::activations::QuantRows;
@@ -31,6 +32,9 @@ use f32::{Bf16, F16, RowsView, dots};
 
 /// Weight rows of a tile; [`PAIR`] of them pass x together.
 pub(crate) const TILE: usize = 16;
+/// Pairs of tiles that are multiplied before anything is done to their results: a function of few values is one long chain
+/// of operations that wait for each other, and loads of the next weights queue up behind it.
+pub(crate) const RUN: usize = 32;
 /// Rows of x between two writes of a tile's results.
 pub(crate) const X_BLOCK: usize = 64;
 /// Rows of x up to which half-width weights are multiplied without being decoded to memory first.
@@ -79,14 +83,16 @@ impl<'a> Inputs<'a> {
 
 impl CpuOps<'_> {
     /// `linear` and `logits`.
-    pub(crate) fn product(&mut self, out: Act, x: Act, w: &Matrix, softcap: Option<f32>) {
+    pub(crate) fn product(&mut self, out: Act, x: Act, mat: Mat, softcap: Option<f32>) {
         self.enter(Scope::Shared);
+        self.begin_product(mat, Division::Tiles);
+        let w = self.pass.mat(mat);
         let (out, x) = (self.act(out), self.act(x));
         assert!(x.width() == w.cols && out.width() == w.rows, "{} and {}", x.spec.name, out.spec.name);
         // The counter runs over the tiles of all parts, one part after the other.
         let tiles = |p: &Part| p.weights.rows().div_ceil(TILE);
         let total: usize = w.parts.iter().map(tiles).sum();
-        while let Some(claim) = self.claim_weights(PAIR / TILE, total) {
+        for claim in self.claims(PAIR / TILE, total) {
             let mut first = 0;
             for part in &w.parts {
                 let own = claim.start.max(first)..claim.end.min(first + tiles(part));
@@ -96,6 +102,7 @@ impl CpuOps<'_> {
                 first += tiles(part);
             }
         }
+        self.end_product(mat);
     }
 
     /// Tiles `tiles` of a part for every row of x.
@@ -117,17 +124,23 @@ impl CpuOps<'_> {
             // SAFETY: the meeting before this verb ended all writes to x, and nobody writes it during the verb.
             let inputs = unsafe { Inputs::of(x, from, n) }.rounded(isa, w, &mut scratch.halves);
             let rows = tiles.start * TILE..(tiles.end * TILE).min(part.weights.rows());
-            for first in rows.clone().step_by(PAIR) {
-                let rows = PAIR.min(rows.end - first);
-                tile_values(isa, &part.weights, first, rows, inputs, &mut scratch.tile, results);
-                for (i, values) in results.chunks_mut(PAIR).take(n).enumerate() {
-                    let values = &mut values[..rows];
-                    if let Some(cap) = softcap {
-                        math::softcap(isa, values, cap);
+            for first in rows.clone().step_by(RUN * PAIR) {
+                let run = first..rows.end.min(first + RUN * PAIR);
+                for first in run.clone().step_by(PAIR) {
+                    let rows = PAIR.min(run.end - first);
+                    tile_values(isa, &part.weights, first, rows, inputs, &mut scratch.tile, results);
+                    for (i, values) in results.chunks(PAIR).take(n).enumerate() {
+                        let col = part.first_row + first;
+                        // SAFETY: these columns belong to the tiles that this worker has claimed.
+                        unsafe { out.part_mut(from + i, col, rows) }.copy_from_slice(&values[..rows]);
                     }
-                    let col = part.first_row + first;
-                    // SAFETY: these columns belong to the tiles that this worker has claimed.
-                    unsafe { out.part_mut(from + i, col, rows) }.copy_from_slice(values);
+                }
+                if let Some(cap) = softcap {
+                    for i in 0..n {
+                        let col = part.first_row + run.start;
+                        // SAFETY: as above.
+                        math::softcap(isa, unsafe { out.part_mut(from + i, col, run.len()) }, cap);
+                    }
                 }
             }
         }
@@ -246,7 +259,7 @@ fn half_values(
             let count = TILE.min(rows - from);
             bf16::decode_fp8(isa, &codes[from * k..(from + count) * k], values);
             let w = RowsView { values: &*values, stride: k, count };
-            bf16::dots(isa, x, w, block_scales(from), k, &mut out[from..], PAIR, Ahead::Bytes(0));
+            bf16::dots(isa, x, w, block_scales(from), k, &mut out[from..], PAIR, Ahead::Nothing);
         }
     }
     let scale = |row: usize| match scales {

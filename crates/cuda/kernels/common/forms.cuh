@@ -135,17 +135,15 @@ struct Fp8Block {
   }
 };
 
-// 512 of codes, 64 of E4M3 scales. A lane's 16 inputs of a row are one block, so its scale multiplies the weights: 2 x 4 significant bits,
-// exact in bf16. A half word holds four values with their fields so placed that three come out with one shift and one mask.
+// 512 of codes in the order of Int4's nibbles, 64 of E4M3 scales. A lane's 16 inputs of a row are one block, so its scale multiplies the weights: 2 x 4
+// significant bits, exact in bf16. Two codes, one in each half word, times 2^6 + 2^12 have a copy with the magnitude in its place and one with the sign.
 struct Nvfp4 {
   FORM("nvfp4", 64, 576, 0, WIDE, 0, 0, 0x1p16f)
   NO_HEADER
+  // Values 2 I and 2 I + 1 of a word. row.cuh has the codes otherwise.
   template <int I> static __device__ __forceinline__ uint32_t decode(uint32_t v) {
-    constexpr uint32_t F = 0x81c081c0u;
-    if (I == 0) return v & F;
-    if (I == 1) return (v << 3) & F;
-    if (I == 2) return (v << 6) & F;
-    return ((v << 1) & 0x80008000u) | ((v >> 5) & 0x01000100u) | ((v >> 4) & 0x00c000c0u);
+    if (I >= 2) v >>= 8;
+    return (I % 2 ? (v & 0x00f000f0u) * 260u : (v & 0x000f000fu) * 4160u) & 0x81c081c0u;
   }
   PIECE {
 #pragma unroll

@@ -36,6 +36,16 @@ __device__ __forceinline__ void bulk_load(void* dst, const void* src, uint32_t b
                : "memory");
 }
 
+// The same for bytes that are read once a step: the second-level cache gives their lines up first. So what is small and comes again stays there
+// while the weights pass through: gains, scales, the kernels' own code.
+__device__ __forceinline__ void bulk_load_once(void* dst, const void* src, uint32_t bytes, uint64_t* b) {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(smem_addr(dst)),
+               "l"(src), "r"(bytes), "r"(smem_addr(b)), "l"(policy)
+               : "memory");
+}
+
 // ---- programmatic dependent launch: let the next kernel start; wait until the kernel before has finished ----
 // Every kernel launched with the attribute waits before its first write, so whatever precedes the kernel before has ended too.
 __device__ __forceinline__ void pdl_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }

@@ -1,165 +1,263 @@
-// One row of x against weights of four bits: out[m] = sum_k W[m][k] x[k], float32 sums.
+// One row of x against weights of four bits: out[m] = sum_k W[m][k] x[k], float32 sums of exact integer products.
 //
 // The skinny kernel (skinny.cuh) multiplies block by block and scales 16 x 8 sums in float32 after each, though at one row seven of the eight columns
-// are idle. Here they are used: the inputs of block j of a group stand in column j alone, zeros in the others (a lane whose column it is not reads x from
-// a few zeros), so that the sums of eight blocks come out side by side in one accumulator and are scaled once, each by the lane that holds them. The
-// sums of x that the offsets need are made once, when x is brought to shared memory. Packed bytes are the same (forms.cuh).
+// are idle. Here they are used, and the tensor core multiplies bytes, since four codes of a word become bytes with fewer instructions than two become
+// a pair of bf16. When x is brought to shared memory, each of the weights' blocks (16 or 32 inputs) becomes integers of 16 bits under a power of two of its
+// own, and each integer two signed bytes: x = scale (256 hi + lo). The bytes of block j stand in columns 2 j and 2 j + 1 alone, zeros in the others, so
+// that the sums of four blocks come out side by side in one accumulator, exact, and are scaled once, by the lane that holds them. The sums of x that
+// the offsets need are made with the integers. Packed bytes are those of skinny.cuh (forms.cuh).
+//
+// An input that is at least 2^-6 of its block's largest keeps all of a bf16's bits, a smaller one is off by at most 2^-15 of the largest. A block
+// with an input that is not finite gets a scale of NaN, and so every output. Sums of a block stay finite for inputs up to 2^115.
 //
 // Units, planes, ring and producer are those of skinny.cuh. Instructions for 1,024 weights, loop included, and times: docs/performance.md.
 #pragma once
 #include "skinny.cuh"
 
-// Where a group of chunks and its inputs lie: every pointer is to the warp's first chunk of it, with the step to the next.
-struct RowGroup {
-  const uint8_t* w;    // packed chunk, one strip after the other every `strip` bytes
-  const uint8_t* x;    // bf16, prescaled
-  const float* sums;   // of x by 32 inputs, times 2^-33
-  const uint8_t* zeros;
-  int w_step, strip, x_step, sums_step, n, lane;  // n: chunks that exist
-};
-__device__ __forceinline__ uint4 row_x(bool mine, const uint8_t* x, const uint8_t* zeros) { return *(const uint4*)(mine ? x : zeros); }
-
-// Two nibble words of 8 inputs a row, as Int4's.
-__device__ __forceinline__ void row_nibbles(float (&P)[2][4], uint32_t r0, uint32_t r1, const uint4& x) {
-  mma(P[0], r0 & 0x000f000fu, r1 & 0x000f000fu, r0 & 0x00f000f0u, r1 & 0x00f000f0u, x.x, x.y);
-  r0 >>= 8; r1 >>= 8;
-  mma(P[1], r0 & 0x000f000fu, r1 & 0x000f000fu, r0 & 0x00f000f0u, r1 & 0x00f000f0u, x.z, x.w);
+// c += A (16 x 32, bytes) * B (32 x 8, signed bytes), exact.
+__device__ __forceinline__ void mma_u8(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void mma_s8(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+// Byte i is byte s_i % 8 of {hi, lo}, s_i being nibble i of s; where the nibble's top bit is set, that byte's sign in all bits.
+__device__ __forceinline__ uint32_t pick(uint32_t lo, uint32_t hi, uint32_t s) {
+  uint32_t r;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(lo), "r"(hi), "r"(s));
+  return r;
 }
 
-// RowForm<F>: GROUP chunks fill the eight columns; multiply adds rows g and g + 8 of each strip to acc.
+// Reads of shared memory whose places are worked out once a stage.
+__device__ __forceinline__ uint4 shared16(uint32_t at) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
+  return v;
+}
+__device__ __forceinline__ uint2 shared8(uint32_t at) {
+  uint2 v;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at));
+  return v;
+}
+__device__ __forceinline__ uint32_t shared4(uint32_t at) {
+  uint32_t v;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(at));
+  return v;
+}
+__device__ __forceinline__ uint16_t shared2(uint32_t at) {
+  uint16_t v;
+  asm volatile("ld.shared.b16 %0, [%1];" : "=h"(v) : "r"(at));
+  return v;
+}
+__device__ __forceinline__ float2 floats(uint2 v) { return make_float2(__uint_as_float(v.x), __uint_as_float(v.y)); }
+
+// Where a lane reads of its warp's first chunk of a stage; the others follow, strips are `strip` apart.
+struct RowPlaces {
+  uint32_t codes, scales, x, x_scales;
+  int strip, lane, n;  // n: chunks that exist
+  uint32_t zero;       // 0, which the compiler does not know: what is added to it once stays in a register, a constant is copied to one for every use
+};
+
+// RowForm<F>: GROUP chunks fill the eight columns; BLOCK inputs share a scale, which stands with their sum times OFFSET where SUMS is set. x holds by block its
+// high bytes, then its low ones; of eight inputs those that ORDER's nibbles name, from the lowest, are the bytes of B's two registers. *_AT: where a lane reads in
+// a chunk. multiply adds rows g and g + 8 of each strip, chunks from C on, to acc; B is what a lane has of x: it stays zero where the lane's column belongs to another block.
 template <class F> struct RowForm;
 
-// 2 blocks a chunk. SCALES adds the lane's four scaled sums: columns 2 t and 2 t + 1 are the blocks of chunk t.
-template <class F, class SCALES> struct RowInt4 {
-  static constexpr int GROUP = 4;
-  static constexpr float POST = F::POST;
-  template <int MS, bool FULL> static __device__ __forceinline__ void multiply(const RowGroup& r, float (&acc)[MS][2]) {
-    const int g = r.lane >> 2, t = r.lane & 3;
-    float P[MS][2][4] = {};
+// Of a word of eight codes those in the low nibbles of its bytes, and those in the high ones, 16 times as large: two sums.
+struct RowNibbles {
+  static constexpr int BLOCK = 32;
+  static constexpr bool SUMS = true;
+  static constexpr uint32_t ORDER = 0x73625140u;
+  static constexpr float POST = 1 / 16.f;
+  struct B { uint2 low[2], high[2]; };  // of each two blocks
+  static __device__ __forceinline__ uint32_t x_at(int g, int t) { return (g & 1) * 32 + t * 4; }
+  static __device__ __forceinline__ uint32_t x_scales_at(int t) { return t * 8; }
+  // The bytes of eight inputs, from `at` on of a block: low nibbles' inputs in front of high nibbles', so that both are read into the registers where they belong.
+  static __device__ __forceinline__ void store(uint8_t* block, uint32_t at, uint2 v) {
+    *(uint32_t*)(block + at / 2) = v.x;
+    *(uint32_t*)(block + 16 + at / 2) = v.y;
+  }
+  // Two blocks in columns from 4 i on.
+  static __device__ __forceinline__ void load(B& b, int i, uint32_t x, int lane) {
+    const int block = lane >> 3;
+    if (block == 2 * i) b.low[i].x = shared4(x), b.high[i].x = shared4(x + 16);
+    if (block == 2 * i + 1) b.low[i].y = shared4(x + 64), b.high[i].y = shared4(x + 80);
+  }
+  static __device__ __forceinline__ void products(int (&low)[4], int (&high)[4], uint4 v, const B& b, int i) {
+    constexpr uint32_t L = 0x0f0f0f0fu, H = 0xf0f0f0f0u;
+    mma_u8(low, v.x & L, v.y & L, v.z & L, v.w & L, b.low[i].x, b.low[i].y);
+    mma_u8(high, v.x & H, v.y & H, v.z & H, v.w & H, b.high[i].x, b.high[i].y);
+  }
+  // 16 times the sum over a block, of row g (0) or g + 8 (1).
+  static __device__ __forceinline__ float sum(const int (&low)[4], const int (&high)[4], int r) {
+    return (float)((low[2 * r] * 256 + low[2 * r + 1]) * 16 + (high[2 * r] * 256 + high[2 * r + 1]));
+  }
+};
+
+// 2 blocks a chunk, lane t scales block t of the four.
+template <class F, int OFFSET_, class SCALES> struct RowInt4 : RowNibbles {
+  static constexpr int GROUP = 2, OFFSET = OFFSET_;
+  static __device__ __forceinline__ uint32_t scales_at(int g, int t) { return (t >> 1) * F::CB + 512 + (2 * g + (t & 1)) * SCALES::BYTES; }
+  template <int MS, int C, bool FULL> static __device__ __forceinline__ void multiply(const RowPlaces& r, float (&acc)[MS][2], B& b) {
+    int low[MS][4] = {}, high[MS][4] = {};
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      if (!FULL && i >= r.n) break;
-      const uint8_t* x = r.x + i * r.x_step + t * 16;
-      const uint4 x0 = row_x(g == 2 * i, x, r.zeros), x1 = row_x(g == 2 * i + 1, x + 64, r.zeros);
+    for (int i = 0; i < 2; i++) {
+      if (!FULL && C + i >= r.n) break;
+      load(b, i, r.x + (C + i) * 128, r.lane);
 #pragma unroll
-      for (int ms = 0; ms < MS; ms++) {
-        const uint4 v = *(const uint4*)(r.w + ms * r.strip + i * r.w_step + r.lane * 16);
-        row_nibbles(P[ms], v.x, v.y, x0);
-        row_nibbles(P[ms], v.z, v.w, x1);
-      }
+      for (int ms = 0; ms < MS; ms++) products(low[ms], high[ms], shared16(r.codes + ms * r.strip + (C + i) * F::CB), b, i);
     }
-    if (!FULL && t >= r.n) return;
-    const float2 X = *(const float2*)(r.sums + t * r.sums_step);
+    if (!FULL && C + (r.lane >> 1 & 1) >= r.n) return;
+    const float2 x = floats(shared8(r.x_scales + C * 16));
 #pragma unroll
-    for (int ms = 0; ms < MS; ms++) {
-      float p[4];
-#pragma unroll
-      for (int i = 0; i < 4; i++) p[i] = P[ms][0][i] + P[ms][1][i];
-      SCALES::add(acc[ms], p, X, r.w + ms * r.strip + t * r.w_step + 512, g);
-    }
+    for (int ms = 0; ms < MS; ms++) SCALES::add(acc[ms], x, sum(low[ms], high[ms], 0), sum(low[ms], high[ms], 1), r.scales + ms * r.strip + C * F::CB);
   }
 };
 template <bool BF> struct RowScale8 {
-  static __device__ __forceinline__ void add(float (&acc)[2], const float (&p)[4], float2 X, const uint8_t* scales, int g) {
-    const uint2 s = *(const uint2*)(scales + g * 8);
-    float2 d0, d1;
-    if (BF) {
-      d0 = make_float2(__uint_as_float(s.x << 16), __uint_as_float(s.x & 0xffff0000u));
-      d1 = make_float2(__uint_as_float(s.y << 16), __uint_as_float(s.y & 0xffff0000u));
-    } else { d0 = __half22float2(*(const __half2*)&s.x); d1 = __half22float2(*(const __half2*)&s.y); }
-    acc[0] += d0.x * fmaf(-8.f, X.x, p[0]) + d1.x * fmaf(-8.f, X.y, p[1]);
-    acc[1] += d0.y * fmaf(-8.f, X.x, p[2]) + d1.y * fmaf(-8.f, X.y, p[3]);
+  static constexpr int BYTES = 4;
+  static __device__ __forceinline__ void add(float (&acc)[2], float2 x, float p0, float p1, uint32_t at) {
+    const uint32_t s = shared4(at);
+    const float2 d = BF ? make_float2(__uint_as_float(s << 16), __uint_as_float(s & 0xffff0000u)) : __half22float2(*(const __half2*)&s);
+    acc[0] = fmaf(d.x, fmaf(x.x, p0, x.y), acc[0]);
+    acc[1] = fmaf(d.y, fmaf(x.x, p1, x.y), acc[1]);
   }
 };
 struct RowScaleMin {
-  static __device__ __forceinline__ void add(float (&acc)[2], const float (&p)[4], float2 X, const uint8_t* scales, int g) {
-    const uint4 s = *(const uint4*)(scales + g * 16);
-    const float2 a0 = __half22float2(*(const __half2*)&s.x), b0 = __half22float2(*(const __half2*)&s.y);
-    const float2 a1 = __half22float2(*(const __half2*)&s.z), b1 = __half22float2(*(const __half2*)&s.w);
-    acc[0] += fmaf(a0.x, p[0], a0.y * X.x) + fmaf(a1.x, p[1], a1.y * X.y);
-    acc[1] += fmaf(b0.x, p[2], b0.y * X.x) + fmaf(b1.x, p[3], b1.y * X.y);
+  static constexpr int BYTES = 8;
+  static __device__ __forceinline__ void add(float (&acc)[2], float2 x, float p0, float p1, uint32_t at) {
+    const uint2 s = shared8(at);
+    const float2 a = __half22float2(*(const __half2*)&s.x), b = __half22float2(*(const __half2*)&s.y);
+    acc[0] += fmaf(a.x, x.x * p0, a.y * x.y);
+    acc[1] += fmaf(b.x, x.x * p1, b.y * x.y);
   }
 };
-template <bool BF> struct RowForm<Int4<BF>> : RowInt4<Int4<BF>, RowScale8<BF>> {};
-template <> struct RowForm<Int4Min> : RowInt4<Int4Min, RowScaleMin> {};
+template <bool BF> struct RowForm<Int4<BF>> : RowInt4<Int4<BF>, -128, RowScale8<BF>> {};
+template <> struct RowForm<Int4Min> : RowInt4<Int4Min, 16, RowScaleMin> {};
 
-// 4 blocks of 16 a chunk, block t in lane t: columns 4 i + t are those of chunk i. Codes are not scaled before the product.
-template <> struct RowForm<Nvfp4> {
-  static constexpr int GROUP = 2;
-  static constexpr float POST = 0x1p26f;
-  template <int MS, bool FULL> static __device__ __forceinline__ void multiply(const RowGroup& r, float (&acc)[MS][2]) {
-    const int g = r.lane >> 2, t = r.lane & 3;
-    float P[MS][2][4] = {};
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      if (!FULL && i >= r.n) break;
-      const uint8_t* x = g == 4 * i + t ? r.x + i * r.x_step + t * 32 : r.zeros;
-      const uint4 x0 = *(const uint4*)x, x1 = *(const uint4*)(x + 16);
-#pragma unroll
-      for (int ms = 0; ms < MS; ms++) {
-        const uint4 v = *(const uint4*)(r.w + ms * r.strip + i * r.w_step + r.lane * 16);
-#pragma unroll
-        for (int w = 0; w < 2; w++) {
-          const uint32_t r0 = w ? v.y : v.x, r1 = w ? v.w : v.z;
-          const uint4& b = w ? x1 : x0;
-          mma(P[ms][0], Nvfp4::decode<0>(r0), Nvfp4::decode<0>(r1), Nvfp4::decode<1>(r0), Nvfp4::decode<1>(r1), b.x, b.y);
-          mma(P[ms][1], Nvfp4::decode<2>(r0), Nvfp4::decode<2>(r1), Nvfp4::decode<3>(r0), Nvfp4::decode<3>(r1), b.z, b.w);
-        }
-      }
-    }
-    if (!FULL && (t >> 1) >= r.n) return;
-#pragma unroll
-    for (int ms = 0; ms < MS; ms++) {  // columns 2 t and 2 t + 1: two neighbouring lanes' blocks of chunk t / 2
-      const uint32_t s = *(const uint32_t*)(r.w + ms * r.strip + (t >> 1) * r.w_step + 512 + (4 * g + ((2 * t) & 3)) * 2);
-      const __half2_raw h0 = __nv_cvt_fp8x2_to_halfraw2((uint16_t)s, __NV_E4M3), h1 = __nv_cvt_fp8x2_to_halfraw2((uint16_t)(s >> 16), __NV_E4M3);
-      const float2 d0 = __half22float2(__half2(h0)), d1 = __half22float2(__half2(h1));
-      const float(&P0)[4] = P[ms][0], (&P1)[4] = P[ms][1];
-      acc[ms][0] = fmaf(d0.x, P0[0] + P1[0], fmaf(d1.x, P0[1] + P1[1], acc[ms][0]));
-      acc[ms][1] = fmaf(d0.y, P0[2] + P1[2], fmaf(d1.y, P0[3] + P1[3], acc[ms][1]));
-    }
-  }
-};
-
-// 8 blocks a chunk. A lane unpacks the scales and minimums of its own four sums.
-template <> struct RowForm<Q4K> {
-  static constexpr int GROUP = 1;
-  static constexpr float POST = Q4K::POST;
-  static __device__ __forceinline__ float row_of(uint4 h, int t, float p0, float p1, float2 X) {
-    const int shift = (t & 1) * 16;
-    const uint32_t s = h.y >> shift, m = h.z >> shift, u = h.w >> shift;
-    const uint32_t sc = t < 2 ? s & 0x3f3fu : (u & 0x0f0fu) | ((s >> 2) & 0x3030u);
-    const uint32_t mn = t < 2 ? m & 0x3f3fu : ((u >> 4) & 0x0f0fu) | ((m >> 2) & 0x3030u);
+// 8 blocks a chunk, lane t scales blocks t and 4 + t. It unpacks their scales and minimums itself.
+template <> struct RowForm<Q4K> : RowNibbles {
+  static constexpr int GROUP = 1, OFFSET = 16;
+  static __device__ __forceinline__ uint32_t scales_at(int g, int) { return 2048 + g * 16; }
+  static __device__ __forceinline__ float row_of(uint4 h, int t, float p0, float p1, float2 x0, float2 x1) {
+    const uint32_t s = h.y >> 8 * t, m = h.z >> 8 * t, u = h.w >> 8 * t;
+    const uint32_t s0 = s & 0x3fu, s1 = (u & 0x0fu) | ((s >> 2) & 0x30u), m0 = m & 0x3fu, m1 = ((u >> 4) & 0x0fu) | ((m >> 2) & 0x30u);
     const float2 d = __half22float2(*(const __half2*)&h.x);
-    return d.x * fmaf(byte_f<0>(sc), p0, byte_f<1>(sc) * p1) - d.y * fmaf(byte_f<0>(mn), X.x, byte_f<1>(mn) * X.y);
+    return d.x * fmaf((float)s0, x0.x * p0, (float)s1 * (x1.x * p1)) - d.y * fmaf((float)m0, x0.y, (float)m1 * x1.y);
   }
-  template <int MS, bool FULL> static __device__ __forceinline__ void multiply(const RowGroup& r, float (&acc)[MS][2]) {
-    const int g = r.lane >> 2, t = r.lane & 3;
-    float P[MS][2][4] = {};
+  template <int MS, int C, bool FULL> static __device__ __forceinline__ void multiply(const RowPlaces& r, float (&acc)[MS][2], B& b) {
+    const int t = r.lane & 3;
+    float p[MS][2][2];
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const uint8_t* x = r.x + i * 128 + t * 16;
-      const uint4 x0 = row_x(g == 2 * i, x, r.zeros), x1 = row_x(g == 2 * i + 1, x + 64, r.zeros);
+    for (int half = 0; half < 2; half++) {
+      int low[MS][4] = {}, high[MS][4] = {};
 #pragma unroll
-      for (int ms = 0; ms < MS; ms++) {
-        const uint4 v = *(const uint4*)(r.w + ms * r.strip + i * 512 + r.lane * 16);
-        row_nibbles(P[ms], v.x, v.y, x0);
-        row_nibbles(P[ms], v.z, v.w, x1);
+      for (int i = 0; i < 2; i++) {
+        load(b, i, r.x + C * 512 + half * 256 + i * 128, r.lane);
+#pragma unroll
+        for (int ms = 0; ms < MS; ms++) products(low[ms], high[ms], shared16(r.codes + ms * r.strip + C * Q4K::CB + (2 * half + i) * 512), b, i);
       }
+#pragma unroll
+      for (int ms = 0; ms < MS; ms++)
+#pragma unroll
+        for (int row = 0; row < 2; row++) p[ms][half][row] = sum(low[ms], high[ms], row);
     }
-    const float2 X = *(const float2*)(r.sums + 2 * t);
+    const float2 x0 = floats(shared8(r.x_scales + C * 64)), x1 = floats(shared8(r.x_scales + C * 64 + 32));
 #pragma unroll
     for (int ms = 0; ms < MS; ms++) {
-      const float(&P0)[4] = P[ms][0], (&P1)[4] = P[ms][1];
-      const uint8_t* h = r.w + ms * r.strip + 2048 + g * 16;
-      acc[ms][0] += row_of(*(const uint4*)h, t, P0[0] + P1[0], P0[1] + P1[1], X);
-      acc[ms][1] += row_of(*(const uint4*)(h + 128), t, P0[2] + P1[2], P0[3] + P1[3], X);
+      const uint32_t h = r.scales + ms * r.strip + C * Q4K::CB;
+      acc[ms][0] += row_of(shared16(h), t, p[ms][0][0], p[ms][1][0], x0, x1);
+      acc[ms][1] += row_of(shared16(h + 128), t, p[ms][0][1], p[ms][1][1], x0, x1);
     }
   }
 };
 
-// Beyond the ring: the warps' sums (two buffers), barriers, zeros, sums of x; then x.
+// 4 blocks of 16 a chunk, block t in lane t. A code picks twice its magnitude from eight bytes. With its sign in the top bit of the selecting nibble it
+// picks the sign of a byte there: so codes themselves pick the positive numbers (and zeros), codes with their signs turned the negative ones, and since those are
+// bytes with a sign, -1 where the number is positive, which the positive bytes, one larger, make up for. The sum of both is a sum of products.
+template <> struct RowForm<Nvfp4> {
+  static constexpr int GROUP = 1, BLOCK = 16, OFFSET = 0;
+  static constexpr bool SUMS = false;
+  static constexpr uint32_t ORDER = 0x75316420u;
+  static constexpr float POST = 0.5f;
+  using B = uint4;
+  static __device__ __forceinline__ uint32_t scales_at(int g, int t) { return 512 + (4 * g + t) * 2; }
+  static __device__ __forceinline__ uint32_t x_at(int g, int t) { return t * 32 + (g & 1) * 16; }
+  static __device__ __forceinline__ uint32_t x_scales_at(int t) { return t * 4; }
+  static __device__ __forceinline__ void store(uint8_t* block, uint32_t at, uint2 v) { *(uint2*)(block + at) = v; }
+  static __device__ __forceinline__ uint32_t positive(uint32_t s, uint32_t zero) { return pick(0x04030200u ^ zero, 0x0d090705u, s); }
+  static __device__ __forceinline__ uint32_t negative(uint32_t s, uint32_t zero) { return pick(0xfdfeff00u ^ zero, 0xf4f8fafcu, s); }
+  template <int MS, int C, bool FULL> static __device__ __forceinline__ void multiply(const RowPlaces& r, float (&acc)[MS][2], B& b) {
+    if (r.lane >> 3 == (r.lane & 3)) b = shared16(r.x + C * 128);
+    const float x = __uint_as_float(shared4(r.x_scales + C * 16));
+#pragma unroll
+    for (int ms = 0; ms < MS; ms++) {
+      const uint4 v = shared16(r.codes + ms * r.strip + C * Nvfp4::CB);
+      int P[4] = {};
+#pragma unroll
+      for (int w = 0; w < 2; w++) {
+        const uint32_t r0 = w ? v.y : v.x, r1 = w ? v.w : v.z, n0 = r0 ^ 0x88888888u, n1 = r1 ^ 0x88888888u, b0 = w ? b.z : b.x, b1 = w ? b.w : b.y;
+        mma_s8(P, positive(r0, r.zero), positive(r1, r.zero), positive(r0 >> 16, r.zero), positive(r1 >> 16, r.zero), b0, b1);
+        mma_s8(P, negative(n0, r.zero), negative(n1, r.zero), negative(n0 >> 16, r.zero), negative(n1 >> 16, r.zero), b0, b1);
+      }
+      const __half2_raw h = __nv_cvt_fp8x2_to_halfraw2(shared2(r.scales + ms * r.strip + C * Nvfp4::CB), __NV_E4M3);
+      const float2 d = __half22float2(__half2(h));
+      acc[ms][0] = fmaf(x * d.x, (float)(P[0] * 256 + P[1]), acc[ms][0]);
+      acc[ms][1] = fmaf(x * d.y, (float)(P[2] * 256 + P[3]), acc[ms][1]);
+    }
+  }
+};
+
+// The chunks of a stage from C on.
+template <class F, int CW, int MS, int C, bool FULL, class B> __device__ __forceinline__ void row_chunks(const RowPlaces& r, float (&acc)[MS][2], B& b) {
+  if constexpr (C < CW) {
+    using R = RowForm<F>;
+    if (FULL || C + R::GROUP <= r.n) R::template multiply<MS, C, true>(r, acc, b[C / R::GROUP]);
+    else if (R::GROUP > 1 && C < r.n) R::template multiply<MS, C, false>(r, acc, b[C / R::GROUP]);
+    row_chunks<F, CW, MS, C + R::GROUP, FULL>(r, acc, b);
+  }
+}
+
+// 8 inputs of x, a thread's, as bytes; its block's other inputs are in the neighbouring threads. scale: the block's, sum: of the block's integers.
+template <class R> __device__ __forceinline__ void row_bytes(uint4 v, uint2& hi, uint2& lo, float& scale, float& sum) {
+  const uint32_t w[4] = {v.x, v.y, v.z, v.w};
+  uint32_t top = 0;
+#pragma unroll
+  for (int q = 0; q < 4; q++) top = __vmaxu2(top, w[q] & 0x7fff7fffu);
+  top = max(top & 0xffffu, top >> 16);
+  top = max(top, __shfl_xor_sync(~0u, top, 1));
+  if (R::BLOCK == 32) top = max(top, __shfl_xor_sync(~0u, top, 2));
+  // The least power of two above the largest (above 255/256 of it: 255 * 2^7 would be no 16 bits of two signed bytes), which becomes 2^15.
+  const uint32_t e = max((top + 1) >> 7, 15u);
+  const float times = __uint_as_float((268 - e) << 23);
+  scale = top < 0x7f80u ? __uint_as_float((e - 14) << 23) : __uint_as_float(0x7fffffffu);
+  uint32_t u[8];  // 2^23 + 2^22 + 128 + x: its low byte is 128 more than x's, the next x's high one
+#pragma unroll
+  for (int q = 0; q < 8; q++) u[q] = __float_as_uint(fmaf(__uint_as_float(q & 1 ? w[q / 2] & 0xffff0000u : w[q / 2] << 16), times, 12583040.f));
+  auto bytes = [&](int at, uint32_t& h, uint32_t& l) {
+    const uint32_t o = R::ORDER >> 4 * at;
+    const uint32_t p = __byte_perm(u[o & 7], u[o >> 4 & 7], 0x5140), q = __byte_perm(u[o >> 8 & 7], u[o >> 12 & 7], 0x5140);
+    l = __byte_perm(p, q, 0x5410) ^ 0x80808080u;
+    h = __byte_perm(p, q, 0x7632);
+  };
+  bytes(0, hi.x, lo.x);
+  bytes(4, hi.y, lo.y);
+  sum = 0;
+  if (!R::SUMS) return;
+  int s = 0;
+#pragma unroll
+  for (int q = 0; q < 8; q++) s += (int)(u[q] - 0x4b400080u);
+  s += __shfl_xor_sync(~0u, s, 1);
+  s += __shfl_xor_sync(~0u, s, 2);
+  sum = (float)s;
+}
+
+// Beyond the ring: the warps' sums (two buffers), barriers, scales of x; then x.
 template <class F, int CW, int NS, int MS> __host__ __device__ constexpr int row_smem() {
-  return NS * 8 * CW * MS * F::CB + 2 * 8 * MS * 64 + (2 * NS + 4) * 8 + 64;
+  return NS * 8 * CW * MS * F::CB + 2 * 8 * MS * 64 + (2 * NS + 4) * 8;
 }
 
 template <class F, int CW, int NS, int MS> __device__ __forceinline__ void row_body(const SkinnyArgs& a) {
@@ -172,7 +270,6 @@ template <class F, int CW, int NS, int MS> __device__ __forceinline__ void row_b
   uint64_t* full = (uint64_t*)(red + 2 * 8 * MS * 16);
   uint64_t* empty = full + NS;
   uint64_t *rfull = empty + NS, *rempty = rfull + 2;
-  uint8_t* zeros = (uint8_t*)(rempty + 2);
   const bool gated = a.epilogue == OUT_GATED;
   const int lwk = 3 - a.lwm, wk_n = 1 << lwk, cps = CW << lwk;
   const int lunit = a.lwm + (MS == 2), unit_strips = 1 << lunit;
@@ -185,7 +282,6 @@ template <class F, int CW, int NS, int MS> __device__ __forceinline__ void row_b
     fence_barrier_init();
     fence_proxy_async();
   }
-  if (threadIdx.x < 16) ((uint32_t*)zeros)[threadIdx.x] = 0;
   __syncthreads();
   pdl_launch();
 
@@ -202,7 +298,7 @@ template <class F, int CW, int NS, int MS> __device__ __forceinline__ void row_b
           const int j = i >= run ? i - run : i;
           if (j >= n) continue;
           const int strip = first + j + (i >= run ? total : 0);
-          bulk_load(sm + slot * STAGE + i * cps * F::CB, a.w + strip * a.strip_bytes + (size_t)c * F::CB, have * F::CB, full + slot);
+          bulk_load_once(sm + slot * STAGE + i * cps * F::CB, a.w + strip * a.strip_bytes + (size_t)c * F::CB, have * F::CB, full + slot);
         }
         if (++slot == NS) { slot = 0; parity ^= 1; }
       }
@@ -221,8 +317,9 @@ template <class F, int CW, int NS, int MS> __device__ __forceinline__ void row_b
   if (u0 < units && warp == 0) fetch_scales(u0, lane);
   pdl_wait();
   const int kx0 = c0 * F::KC, kx = (c1 - c0) * F::KC;
-  float* sums = (float*)(sm + row_smem<F, CW, NS, MS>());
-  bf16* xs = (bf16*)(sums + (kx / 32 + 3) / 4 * 4);
+  constexpr int PER = R::SUMS ? 2 : 1;  // numbers a block in `scales`
+  float* scales = (float*)(sm + row_smem<F, CW, NS, MS>());
+  uint8_t* xs = (uint8_t*)(scales + kx / 16);
   for (int i0 = threadIdx.x; i0 < (kx / 8 + 255) / 256 * 256; i0 += 4 * 256) {
     uint4 v[4];
 #pragma unroll
@@ -234,51 +331,46 @@ template <class F, int CW, int NS, int MS> __device__ __forceinline__ void row_b
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       const int k = (i0 + j * 256) * 8;
-      const uint32_t* w = &v[j].x;
-      float s = 0;
-#pragma unroll
-      for (int q = 0; q < 4; q++) s += __uint_as_float(w[q] << 16) + __uint_as_float(w[q] & 0xffff0000u);
-      s += __shfl_xor_sync(~0u, s, 1);
-      s += __shfl_xor_sync(~0u, s, 2);
+      if (i0 - (int)threadIdx.x + j * 256 >= kx / 8) break;  // the same for all threads
+      uint2 hi, lo;
+      float scale, sum;
+      row_bytes<R>(v[j], hi, lo, scale, sum);
       if (k >= kx) continue;
-      if (t == 0) sums[k / 32] = s * 0x1p-33f;
-      v[j].x = mul_bf16x2(v[j].x, POW2_100);
-      v[j].y = mul_bf16x2(v[j].y, F::MAP == WIDE ? POW2_100 : POW2_96);
-      v[j].z = mul_bf16x2(v[j].z, POW2_100);
-      v[j].w = mul_bf16x2(v[j].w, F::MAP == WIDE ? POW2_100 : POW2_96);
-      *(uint4*)(xs + k) = v[j];
+      const uint32_t block = (uint32_t)k / R::BLOCK, at = k % (uint32_t)R::BLOCK;
+      R::store(xs + block * 2 * R::BLOCK, at, hi);
+      R::store(xs + block * 2 * R::BLOCK + R::BLOCK, at, lo);
+      if (at) continue;
+      scales[block * PER] = scale;
+      if (R::SUMS) scales[block * PER + 1] = scale * sum * R::OFFSET;
     }
   }
   consumers_sync();
 
   const int wm = warp & ((1 << a.lwm) - 1), wk = warp >> a.lwm;
-  RowGroup r;
-  r.zeros = zeros;
-  r.lane = lane;
-  r.w_step = wk_n * F::CB;
+  RowPlaces r;
   r.strip = cps * F::CB;
-  r.x_step = wk_n * F::KC * 2;
-  r.sums_step = wk_n * (F::KC / 32);
+  r.lane = lane;
+  asm volatile("mov.u32 %0, %%lanemask_lt;" : "=r"(r.zero));
+  r.zero >>= 31;
+  const uint32_t codes0 = smem_addr(sm) + wm * MS * cps * F::CB + lane * 16, scales0 = codes0 - lane * 16 + R::scales_at(g, t);
+  const uint32_t x0 = smem_addr(xs) + R::x_at(g, t), x_scales0 = smem_addr(scales) + R::x_scales_at(t);
+  typename R::B b[CW / R::GROUP] = {};
   int slot = 0, parity = 0, it = 0;
   for (int u = u0; u < units; u += ustep, it++) {
     const int turn = (warp - it) & 7;
     if (it && turn == 0) fetch_scales(u, lane);
     float acc[MS][2] = {};
     for (int c = c0; c < c1; c += cps) {
-      const int mine = (min(cps, c1 - c) - wk + wk_n - 1) >> lwk;  // this warp's chunks of the stage: wk, wk + wk_n, ...
-      r.w = sm + slot * STAGE + (wm * MS * cps + wk) * F::CB;
-      r.x = (const uint8_t*)xs + (c - c0 + wk) * F::KC * 2;
-      r.sums = sums + (c - c0 + wk) * (F::KC / 32);
+      // The stage's chunks in equal parts, one after the other.
+      const int have = min(cps, c1 - c), part = (have + wk_n - 1) >> lwk, from = wk * part;
+      r.n = min(part, have - from);
+      r.codes = codes0 + slot * STAGE + from * F::CB;
+      r.scales = scales0 + slot * STAGE + from * F::CB;
+      r.x = x0 + (c - c0 + from) * F::KC * 2;
+      r.x_scales = x_scales0 + (c - c0 + from) * (F::KC / 4);
       mbar_wait(full + slot, parity);
-#pragma unroll
-      for (int j = 0; j < CW; j += R::GROUP) {
-        r.n = mine - j;
-        if (r.n >= R::GROUP) R::template multiply<MS, true>(r, acc);
-        else if (R::GROUP > 1 && r.n > 0) R::template multiply<MS, false>(r, acc);
-        r.w += R::GROUP * r.w_step;
-        r.x += R::GROUP * r.x_step;
-        r.sums += R::GROUP * r.sums_step;
-      }
+      if (r.n == CW) row_chunks<F, CW, MS, 0, true>(r, acc, b);
+      else row_chunks<F, CW, MS, 0, false>(r, acc, b);
       __syncwarp();
       mbar_arrive(empty + slot);
       if (++slot == NS) { slot = 0; parity ^= 1; }

@@ -114,7 +114,7 @@ __device__ __forceinline__ void skinny_body(const SkinnyArgs& a, int u0, int ust
         for (int i = 0; i < unit_strips; i++) {
           const bool up = i >= run;
           if ((up ? i - run : i) >= n) continue;
-          bulk_load(sm + slot * STAGE + i * cps * F::CB, w + (up ? total + first + i - run : first + i) * strip_bytes + (size_t)c * F::CB, have * F::CB, full + slot);
+          bulk_load_once(sm + slot * STAGE + i * cps * F::CB, w + (up ? total + first + i - run : first + i) * strip_bytes + (size_t)c * F::CB, have * F::CB, full + slot);
         }
       }
     };
@@ -152,7 +152,7 @@ __device__ __forceinline__ void skinny_body(const SkinnyArgs& a, int u0, int ust
           const int e = divide(c + done, a.magic_chunks), at = c + done - e * a.chunks, take = min(have - done, a.chunks - at), id = id_of(e);
           const uint8_t* from = a.w + id * a.group_bytes + (size_t)at * F::CB;
           if (lane == 0) {
-            for (int i = 0; i < n; i++) bulk_load(sm + slot * STAGE + (i * cps + done) * F::CB, from + (first + i) * a.strip_bytes, take * F::CB, full + slot);
+            for (int i = 0; i < n; i++) bulk_load_once(sm + slot * STAGE + (i * cps + done) * F::CB, from + (first + i) * a.strip_bytes, take * F::CB, full + slot);
             if (a.row_scale) bulk_load((float*)extra + slot * SCALES + ((e - v0) << (lunit + 4)), a.row_scale + (size_t)id * a.m + first * 16, n * 64, full + slot);
           }
           done += take;
@@ -201,12 +201,26 @@ __device__ __forceinline__ void skinny_body(const SkinnyArgs& a, int u0, int ust
   if (XS) {  // rows padded by 16 bytes, so that eight rows' reads fall into different banks; inputs beyond k are zero
     auto stage = [&](bf16* to, const bf16* x, int ldx, int k_end, int first_k, int width) {
       const int n = width / 8, all = a.rows * n;
+      if (a.rows == 1) {  // code of its own, short: what runs first in a kernel comes from far away
+        for (int i0 = threadIdx.x; i0 < n; i0 += 4 * 256) {
+          uint4 w[4];
+#pragma unroll
+          for (int j = 0; j < 4; j++) {
+            const int k = (i0 + j * 256) * 8;
+            w[j] = make_uint4(0, 0, 0, 0);
+            if (k < width && first_k + k < k_end) w[j] = *(const uint4*)(x + first_k + k);
+          }
+#pragma unroll
+          for (int j = 0; j < 4; j++) if (i0 + j * 256 < n) *(uint4*)(to + (i0 + j * 256) * 8) = prescale<F>(w[j]);
+        }
+        return;
+      }
       for (int i0 = threadIdx.x; i0 < all; i0 += 8 * 256) {  // eight loads in flight: one at a time costs 0.3 us each
         uint4 w[8];
         int at[8];
 #pragma unroll
         for (int j = 0; j < 8; j++) {
-          const int i = i0 + j * 256, r = a.rows == 1 ? 0 : i / n, k = (i - r * n) * 8;
+          const int i = i0 + j * 256, r = i / n, k = (i - r * n) * 8;
           at[j] = i < all ? r * (width + 8) + k : -1;
           w[j] = make_uint4(0, 0, 0, 0);
           if (i < all && first_k + k < k_end) w[j] = *(const uint4*)(x + (size_t)r * ldx + first_k + k);
@@ -340,7 +354,10 @@ __device__ __forceinline__ void skinny_body(const SkinnyArgs& a, int u0, int ust
         const float* at = rb + j * NT * 128 + (col >> 3) * 128 + ((row & 7) * 4 + (col & 7) / 2) * 4 + (row >> 3) * 2 + (col & 1);
         float s = 0;
 #pragma unroll
-        for (int w = 0; w < 8; w++) if (w < wk_n) s += at[(w << lunit) * NT * 128];
+        for (int w = 0; w < 8; w++) {  // all read at once
+          const float part = at[(min(w, wk_n - 1) << lunit) * NT * 128];
+          s += w < wk_n ? part : 0.f;
+        }
         return s * F::POST;
       };
       float r = sum(strip) * scale_gate;

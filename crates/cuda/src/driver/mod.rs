@@ -16,6 +16,7 @@ pub use graph::Graph;
 pub use memory::{Arena, Block, DevPtr, Pinned};
 pub use module::{Function, Kernel, Kernels, built_architectures, toolkit};
 pub use staging::Staging;
+pub(crate) use staging::copy_in_parallel;
 pub use stream::{Event, Stream};
 
 use std::ffi::CStr;

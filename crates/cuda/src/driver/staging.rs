@@ -92,7 +92,7 @@ impl Staging {
 }
 
 /// One core copies from a file's pages at a fraction of the bus.
-fn copy_in_parallel(from: &[u8], to: &mut [u8]) {
+pub(crate) fn copy_in_parallel(from: &[u8], to: &mut [u8]) {
     const WORTH_A_THREAD: usize = 2 << 20;
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
     let threads = (from.len() / WORTH_A_THREAD).clamp(1, cores);

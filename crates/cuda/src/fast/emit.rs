@@ -540,7 +540,7 @@ impl CudaOps<'_> {
         // SAFETY: both pieces hold as many rows as the logits do.
         unsafe { producers::argmax(self.on.queue(), &call)? }
         (self.left.tokens, self.left.told) = (self.rows, true);
-        Ok(())
+        self.draw(logits, out, Some(told))
     }
 
     pub(super) fn same_widths(&self, out: Act, x: Act, w: Mat) -> Result<()> {

@@ -8,6 +8,7 @@ pub mod attention;
 pub mod attn_decode;
 pub mod attn_prefill;
 pub mod bandwidth;
+pub mod draw;
 pub mod gemm_prefill;
 pub mod gemm_wide;
 pub mod heads;

@@ -5,7 +5,7 @@ use crate::error::Result;
 use crate::launch::{Args, Queue, Shape};
 
 /// Columns of a batch; the first two are the ids.
-pub const COLUMNS: usize = 16;
+pub const COLUMNS: usize = 17;
 
 /// Whose tokens rows take that follow the pass before.
 #[derive(Clone, Copy, Debug)]

@@ -7,7 +7,7 @@ use lapidary_formats::fp4::e2m1_to_f32;
 use lapidary_formats::fp8::e4m3_to_f32;
 
 use super::form::{Form, PackedShape};
-use super::strips::{NARROW, STRIP_ROWS, SUB16, nvfp4_codes};
+use super::strips::{NARROW, STRIP_ROWS, SUB16};
 
 /// One row of a packed matrix as float32, without the scale of [`row_scales`](super::row_scales).
 ///
@@ -56,8 +56,8 @@ fn element(form: Form, c: &[u8], row: usize, k: usize) -> f32 {
         }
         Form::Nvfp4 => {
             let (t, w) = (k / 16, k % 16 / 8);
-            let code = nvfp4_codes(word((4 * g + t) * 16 + (r * 2 + w) * 4))[k % 8];
-            e2m1_to_f32(code) * e4m3_to_f32(c[512 + (4 * g + t) * 2 + r])
+            let code = word((4 * g + t) * 16 + (r * 2 + w) * 4) >> (k % 8 / 2 * 4 + k % 2 * 16) & 15;
+            e2m1_to_f32(code as u8) * e4m3_to_f32(c[512 + (4 * g + t) * 2 + r])
         }
         Form::Int4 => (nibble() - 8.0) * half(512 + g * 8 + narrow.0 * 4 + r * 2),
         Form::Int4Bf16 => {

@@ -86,8 +86,7 @@ fn write_chunk(form: Form, rows: &[Row; STRIP_ROWS], chunk: usize, out: &mut [u8
                 for r in 0..2 {
                     let row = &rows[(lane >> 2) + 8 * r];
                     for w in 0..2 {
-                        let word =
-                            nvfp4_word(row.codes[k0 + 16 * t + 8 * w..][..8].as_array().expect("eight"));
+                        let word = nibble_word(&row.codes[k0 + 16 * t + 8 * w..][..8]);
                         out[lane * 16 + (r * 2 + w) * 4..][..4].copy_from_slice(&word.to_le_bytes());
                     }
                     out[512 + lane * 2 + r] = row.scales.get(k0 / 16 + t).copied().unwrap_or(0);
@@ -144,36 +143,9 @@ fn bf16_codes(rows: &[Row; STRIP_ROWS], k0: usize, out: &mut [u8]) {
     }
 }
 
-/// Eight codes as the kernel unpacks them: half word `h` holds values `h, 2 + h, 4 + h, 6 + h`, so placed that three
-/// of them come out with a shift and a mask.
-fn nvfp4_word(q: &[u8; 8]) -> u32 {
-    (0..2).fold(0, |word, h| {
-        let n = |i: usize| u32::from(q[2 * i + h]);
-        let half = (n(0) >> 3) << 15
-            | (n(0) & 7) << 6
-            | (n(1) >> 3) << 12
-            | (n(1) & 7) << 3
-            | (n(2) >> 3) << 9
-            | (n(2) & 7)
-            | (n(3) >> 3) << 14
-            | (n(3) >> 2 & 1) << 13
-            | (n(3) & 3) << 10;
-        word | half << (16 * h)
-    })
-}
-
-/// The inverse of [`nvfp4_word`].
-pub(super) fn nvfp4_codes(word: u32) -> [u8; 8] {
-    std::array::from_fn(|k| {
-        let x = word >> (16 * (k & 1)) & 0xFFFF;
-        let q = match k / 2 {
-            0 => (x >> 15) << 3 | x >> 6 & 7,
-            1 => (x >> 12 & 1) << 3 | x >> 3 & 7,
-            2 => (x >> 9 & 1) << 3 | x & 7,
-            _ => (x >> 14 & 1) << 3 | (x >> 13 & 1) << 2 | x >> 10 & 3,
-        };
-        q as u8
-    })
+/// Eight codes of four bits, those of even inputs in the word's low half.
+fn nibble_word(q: &[u8]) -> u32 {
+    q.iter().enumerate().fold(0, |w, (i, &q)| w | u32::from(q) << (4 * (i >> 1) + 16 * (i & 1)))
 }
 
 /// 64 inputs: a word for each block of 32 and row, even inputs in its low half.
@@ -183,8 +155,7 @@ fn nibble_codes(rows: &[Row; STRIP_ROWS], k0: usize, out: &mut [u8]) {
         for h in 0..2 {
             for r in 0..2 {
                 let q = &rows[(lane >> 2) + 8 * r].codes[k0 + 32 * h + 8 * t..][..8];
-                let word = (0..8).fold(0u32, |w, i| w | u32::from(q[i]) << (4 * (i >> 1) + 16 * (i & 1)));
-                out[lane * 16 + (h * 2 + r) * 4..][..4].copy_from_slice(&word.to_le_bytes());
+                out[lane * 16 + (h * 2 + r) * 4..][..4].copy_from_slice(&nibble_word(q).to_le_bytes());
             }
         }
     }

@@ -6,6 +6,7 @@
 #![cfg(feature = "cuda")]
 
 mod attn_decode;
+mod draw;
 mod gemm_prefill;
 mod lab;
 mod ops;

@@ -5,6 +5,8 @@
 //! more roundings: block scales, the warps' sums, the row's scale). Every intermediate is at most the sum of the
 //! magnitudes, so `(k / 16 + 32) 2^-23 sum |w x|` holds always. Errors that size never add up in one direction; taken
 //! together they stay below 2e-5, or for codes stored with an offset that much of the larger sums.
+//!
+//! One row of x goes to forms of four bits as integers ([`rounding`]), which adds its own error.
 
 use half::bf16;
 use lapidary_cuda::kernels::skinny_gemm::{Gate, Linear, MAX_PLANES, Output, linear};
@@ -48,6 +50,27 @@ pub fn every_kind(check: impl Fn(&Lab, Format, Scaling) + Sync) {
 
 pub fn allowed(k: usize, size: f64) -> f64 {
     (k / 16 + 32) as f64 * 2f64.powi(-23) * size + 1e-30
+}
+
+/// What one row of x loses on its way to a form of four bits: `sum |w| |x - x'|` at most. A block's inputs become integers
+/// under a power of two `u`, the largest of them at least 127.5 x 2^7 u: rounding loses u / 2 of an input, and nothing of one with eight significant
+/// bits above u, which all have that are 2^-6 of the largest.
+pub fn rounding(format: Format, rows: usize, w: &[f32], x: &[f32]) -> f64 {
+    let block = match format {
+        Format::Nvfp4 | Format::GgufNvfp4 => 16,
+        Format::Q4_0 | Format::Int4G32 | Format::Q4_1 | Format::Q4K => 32,
+        _ => return 0.0,
+    };
+    if rows > 1 {
+        return 0.0;
+    }
+    let of_block = |(w, x): (&[f32], &[f32])| {
+        let most = x.iter().fold(0.0f32, |m, x| m.max(x.abs()));
+        let lost = f64::from(most) / (127.5 * 256.0);
+        let small = w.iter().zip(x).filter(|(_, x)| x.abs() < most / 64.0);
+        small.map(|(w, _)| f64::from(w.abs()) * lost).sum::<f64>()
+    };
+    w.chunks(block).zip(x.chunks(block)).map(of_block).sum()
 }
 
 pub fn gelu(u: f64) -> f64 {
@@ -95,9 +118,10 @@ fn plain(lab: &Lab, format: Format, scaling: Scaling, m: usize, k: usize, rows: 
         for n in 0..rows {
             for (&i, (w, sizes)) in pick.iter().zip(&reference) {
                 let sum: f32 = (0..planes).map(|p| out[(p * rows + n) * out_stride + i]).sum();
-                let (expected, size) = dot(w, sizes, &x[n * x_stride..][..k]);
+                let x = &x[n * x_stride..][..k];
+                let (expected, size) = dot(w, sizes, x);
                 wide = wide.max(size / expected.abs().max(size * 1e-2));
-                judge.see((n, i), sum, expected, allowed(k, size));
+                judge.see((n, i), sum, expected, allowed(k, size) + rounding(format, rows, w, x));
             }
             // Nothing beyond the matrix's outputs is touched.
             let beyond = &out[n * out_stride + m..(n + 1) * out_stride];
@@ -118,13 +142,15 @@ fn plain(lab: &Lab, format: Format, scaling: Scaling, m: usize, k: usize, rows: 
         let mut judge = Judge::new(&what);
         for n in 0..rows {
             for (&i, (w, sizes)) in pick.iter().zip(&reference) {
-                let (sum, size) = dot(w, sizes, &x[n * x_stride..][..k]);
+                let x = &x[n * x_stride..][..k];
+                let (sum, size) = dot(w, sizes, x);
+                let lost = rounding(format, rows, w, x);
                 // tanhf errs by 2 ulp at most; a bf16 is within 2^-8 of its value.
                 let (expected, rounding) = match softcap {
                     true => (0.3 * (sum / 0.3).tanh(), 1e-6),
                     false => (sum, sum.abs() * 2f64.powi(-8)),
                 };
-                judge.see((n, i), values[n * out_stride + i], expected, allowed(k, size) + rounding);
+                judge.see((n, i), values[n * out_stride + i], expected, allowed(k, size) + lost + rounding);
             }
         }
         judge.finish(4e-3);
@@ -143,6 +169,7 @@ fn every_form_at_odd_sizes() {
         if format.block_len() <= 32 {
             // Not whole chunks of 64.
             plain(lab, format, scaling, 45, 32 * 9, 4);
+            plain(lab, format, scaling, 45, 32 * 9, 1);
         }
     });
 }
@@ -206,9 +233,11 @@ fn gate_and_up_are_multiplied_where_they_meet() {
                 for i in 0..width {
                     let (g, gs) = dot(&reference[i].0, &reference[i].1, x);
                     let (u, us) = dot(&reference[width + i].0, &reference[width + i].1, x);
+                    let bound =
+                        |row: usize, size| allowed(k, size) + rounding(format, rows, &reference[row].0, x);
                     // Both activations have slopes below 1.13; exp and tanh err by a few ulp.
                     let error =
-                        1.2 * allowed(k, gs) * u.abs() + g.abs() * allowed(k, us) + 1e-5 * (g * u).abs();
+                        1.2 * bound(i, gs) * u.abs() + g.abs() * bound(width + i, us) + 1e-5 * (g * u).abs();
                     let expected = f(g) * u;
                     judge.see(
                         (n, i),
@@ -230,9 +259,11 @@ fn gate_and_up_are_multiplied_where_they_meet() {
             let mut judge = Judge::new(&what);
             for n in 0..rows {
                 for i in 0..2 * width {
-                    let (g, gs) = dot(&reference[i].0, &reference[i].1, &x[n * k..][..k]);
+                    let x = &x[n * k..][..k];
+                    let (g, gs) = dot(&reference[i].0, &reference[i].1, x);
+                    let bound = allowed(k, gs) + rounding(format, rows, &reference[i].0, x);
                     let t = f64::from(times[n * (2 * width + 3) + i]);
-                    let (expected, error) = (f(g) * t, (1.2 * allowed(k, gs) + 1e-5 * g.abs()) * t.abs());
+                    let (expected, error) = (f(g) * t, (1.2 * bound + 1e-5 * g.abs()) * t.abs());
                     judge.see(
                         (n, i),
                         found[n * 2 * width + i],
@@ -242,6 +273,83 @@ fn gate_and_up_are_multiplied_where_they_meet() {
                 }
             }
             judge.finish(4e-3);
+        }
+    }
+}
+
+/// What an input becomes, by its place.
+type Inputs<'a> = &'a dyn Fn(usize, f32) -> f32;
+/// A row of weights and its sizes, as [`decode`] gives them.
+type Row = (Vec<f32>, Vec<f32>);
+
+/// One row's sums of a matrix of every format that has integers for x, for inputs made from the random ones by their place.
+fn one_row(x_of: impl Fn(usize, f32) -> f32, see: impl Fn(&str, Format, &[f32], &Row, f32)) {
+    let Some(lab) = Lab::new() else { return };
+    for format in [Format::Nvfp4, Format::GgufNvfp4, Format::Q4_0, Format::Int4G32, Format::Q4_1, Format::Q4K]
+    {
+        let (m, k) = (77, 5 * 256);
+        let encoded = matrix(format, Scaling::Usual, m, k, 13);
+        let view = encoded.view("w");
+        let packed = Packed::stack(&lab, std::slice::from_ref(&view));
+        let x: Vec<f32> = random_bf16(k, 5).into_iter().enumerate().map(|(i, v)| x_of(i, v)).collect();
+        let x: Vec<f32> = x.into_iter().map(|v| bf16::from_f32(v).to_f32()).collect();
+        let (device_x, out) = (lab.bf16(&x), lab.poisoned(m * 4));
+        let call = Linear {
+            weights: packed.weights(),
+            x: device_x.ptr(),
+            x_stride: k,
+            rows: 1,
+            out: out.ptr(),
+            out_stride: m,
+            output: Output::F32 { softcap: 0.0 },
+            most_planes: 1,
+        };
+        // SAFETY: the buffers are as large as the call says.
+        unsafe { linear(lab.queue(), &call).unwrap() };
+        let found = lab.read_f32(&out, m);
+        let all: Vec<usize> = (0..m).collect();
+        for (i, w) in decode(&view, &all).iter().enumerate() {
+            see(&format!("{format}, output {i}"), format, &x, w, found[i]);
+        }
+    }
+}
+
+#[test]
+fn one_row_of_any_finite_inputs_is_multiplied_within_its_blocks_rounding() {
+    // The largest bf16 below a power of two does not fit the integers of that power; 2^-133 is the least bf16.
+    let largest = 255.0 / 128.0;
+    let cases: [(&str, Inputs); 9] = [
+        ("zeros", &|_, _| 0.0),
+        ("zeros but for a block", &|i, v| if i / 32 == 7 { v } else { 0.0 }),
+        ("one input far above its block's", &|i, v| if i % 32 == 9 { 5e4 * v } else { v }),
+        ("one input far above all", &|i, v| if i == 333 { 2f32.powi(100) } else { v }),
+        ("only the largest mantissa", &|i, v| largest * v.signum() * 2f32.powi((i / 32) as i32 - 20)),
+        ("the largest mantissa above others", &|i, v| if i % 16 == 3 { -largest } else { v }),
+        ("huge", &|_, v| v * 2f32.powi(110)),
+        ("tiny", &|_, v| v * 2f32.powi(-110)),
+        ("subnormal", &|i, v| v.signum() * 2f32.powi(-127 - (i % 7) as i32)),
+    ];
+    for (name, x_of) in cases {
+        one_row(x_of, |what, format, x, (w, sizes), found| {
+            let (expected, size) = dot(w, sizes, x);
+            // Below 2^-112 the integers' power of two stays at 2^-126.
+            let least = w.iter().map(|w| f64::from(w.abs())).sum::<f64>() * 2f64.powi(-127);
+            let sum = (x.len() / 16 + 32) as f64 * 2f64.powi(-23) * size;
+            let bound = sum + rounding(format, 1, w, x) + least + 1e-44;
+            let error = (f64::from(found) - expected).abs();
+            assert!(error <= bound, "{name}, {what}: {found:e} for {expected:e}, {bound:e} is allowed");
+        });
+    }
+}
+
+#[test]
+fn one_row_with_an_input_that_is_no_number_gives_none() {
+    for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+        for at in [0, 77, 1279] {
+            let x_of = |i, v| if i == at { bad } else { v };
+            one_row(x_of, |what, _, _, _, found| {
+                assert!(!found.is_finite(), "{bad} as input {at}, {what}: {found}");
+            });
         }
     }
 }

@@ -1,6 +1,8 @@
 //! The knobs of one request and their legal ranges. Ranges are checked once, when a sampler is made, so that
 //! no step of a running request can fail because of them.
 
+use lapidary_ops::Draw;
+
 use super::{SamplingError, TokenCounts};
 
 /// How the tokens of one request are chosen.
@@ -112,6 +114,25 @@ impl SamplingParams {
             && self.suppress.is_empty()
             && self.logit_bias.is_empty()
             && !self.penalises()
+    }
+
+    /// How a device draws the token at `position` from the logits as they are, if it can: with few tokens kept, few
+    /// suppressed, nothing else edited and no probabilities asked for. The token is the sampler's own.
+    pub fn draw(&self, position: u64) -> Option<Draw> {
+        let top_k = if self.temperature == 0.0 { 1 } else { self.top_k };
+        let plain = self.logprobs.is_none() && self.logit_bias.is_empty() && !self.penalises();
+        if !plain || !(1..=Draw::MOST_KEPT).contains(&top_k) || self.suppress.len() > Draw::MOST_SUPPRESSED {
+            return None;
+        }
+        let mut suppress = [-1; Draw::MOST_SUPPRESSED];
+        for (to, &token) in suppress.iter_mut().zip(&self.suppress) {
+            *to = i32::try_from(token).ok()?;
+        }
+        let inverse_temperature =
+            if self.temperature == 0.0 { 1.0 } else { 1.0 / f64::from(self.temperature) };
+        let (top_p, min_p, seed) = (self.top_p, self.min_p, self.seed);
+        Some(Draw { inverse_temperature, top_k, top_p, min_p, seed, position, suppress })
+            .filter(Draw::is_valid)
     }
 
     /// Whether any logit differs from the model's before the filters.

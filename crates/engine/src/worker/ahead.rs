@@ -1,5 +1,5 @@
 //! A step queued before the tokens of the one before it are read, where the device works on its own: streams that go on
-//! with the token of the largest logit need the host for nothing between two steps.
+//! with the token of the largest logit, or with one that the device draws, need the host for nothing between two steps.
 //!
 //! ```text
 //! start n   guides   start n + 1   collect n   tokens   take up n + 1   guides   start n + 2   collect n + 1 ...
@@ -25,15 +25,18 @@ pub(super) struct Ahead {
 }
 
 impl Worker {
-    /// Starts the step behind `plan`'s, which runs, if nothing but streams that go on greedily can be in it.
+    /// Starts the step behind `plan`'s, which runs, if nothing but streams whose tokens the device chooses can be in it.
     pub(super) fn go_ahead(&mut self, plan: &Plan) {
-        let free = |id| self.active.get(&id).is_some_and(|a| a.goes_on_alone());
+        let draws = self.runner.draws();
+        let free = |id| self.active.get(&id).is_some_and(|a| a.goes_on_alone(draws));
         let may = self.runner.follows() && self.suspects.is_empty() && self.loading.is_empty();
         if !may || !plan.entries.iter().all(|e| free(e.id)) {
             return;
         }
         let mut batch = Batch::default();
         let Some(rows) = self.scheduler.fill_behind(plan, &mut batch) else { return };
+        let heads = rows.iter().enumerate().map(|(head, &(id, position))| (head, id, position + 1));
+        batch.draws = self.draws(rows.len(), heads);
         let shape = batch.shape(self.runner.model().layers.len(), self.runner.tail(&batch.taps));
         // What goes wrong here shows when the pass before is collected, or never mattered.
         if guarded(|| self.runner.start(&batch, &shape)).is_ok_and(|started| started.is_ok()) {

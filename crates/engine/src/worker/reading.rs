@@ -8,7 +8,7 @@ use std::thread::available_parallelism;
 use lapidary_ops::Outcome;
 
 use super::{Worker, device_failure};
-use crate::active::{Active, Chosen, Reads};
+use crate::active::{Active, ChooseFrom, Chosen, Reads};
 use crate::request::{EngineFinish, FailureKind};
 use crate::scheduler::{Plan, Produced, RequestId};
 
@@ -29,19 +29,28 @@ struct Read {
     row: usize,
     /// Of the token that follows.
     position: usize,
-    /// The token with the largest logit, for an answer; `None` where the prompt's own token is scored.
-    best: Option<u32>,
+    wants: Wants,
+}
+
+enum Wants {
+    /// How likely the prompt's own token is.
+    Score,
+    /// A token of the answer; the one with the largest logit where that is known.
+    Token { best: Option<u32> },
 }
 
 impl Job<'_> {
     fn run(&mut self, logits: &[&[f32]]) {
-        for Read { row, position, best } in mem::take(&mut self.reads) {
+        for Read { row, position, wants } in mem::take(&mut self.reads) {
             if self.failure.is_some() {
                 return;
             }
-            match best {
-                None => self.failure = self.active.score(logits[row], position).err(),
-                Some(best) => self.note(|active| active.choose(Some(logits[row]), best, position)),
+            let logits = logits[row];
+            match wants {
+                Wants::Score => self.failure = self.active.score(logits, position).err(),
+                Wants::Token { best } => {
+                    self.note(|active| active.choose(ChooseFrom::Logits { logits, best }, position));
+                }
             }
         }
     }
@@ -91,19 +100,23 @@ impl Worker {
                 job.reads.push(Read {
                     row: rows.len(),
                     position: entry.positions.start + row + 1,
-                    best: None,
+                    wants: Wants::Score,
                 });
                 rows.push(head);
             }
             if let Some(head) = entry.head {
                 let position = entry.positions.end;
-                match outcome.argmax.get(head).map(|&best| u32::try_from(best)) {
-                    Some(Ok(best)) => match job.active.reads() {
+                let drawn = self.batch_draws.get(head).is_some_and(Option::is_some);
+                match outcome.argmax.get(head).map(|&token| u32::try_from(token)) {
+                    Some(Ok(token)) => match job.active.reads(drawn) {
                         Reads::Logits => {
-                            job.reads.push(Read { row: rows.len(), position, best: Some(best) });
+                            let wants = Wants::Token { best: Some(token).filter(|_| !drawn) };
+                            job.reads.push(Read { row: rows.len(), position, wants });
                             rows.push(head);
                         }
-                        Reads::Nothing => job.note(|active| active.choose(None, best, position)),
+                        Reads::Nothing => {
+                            job.note(|active| active.choose(ChooseFrom::Device(token), position))
+                        }
                     },
                     _ => job.failure = Some(FailureKind::NonFinite { position: position - 1 }),
                 }

@@ -7,11 +7,12 @@ use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
+use lapidary_engine::sampling::{Sampler, SamplingParams, TokenCounts};
 use lapidary_engine::{Runner, Stepper};
 use lapidary_model::{BuildOptions, Config, Limits, Model};
 use lapidary_ops::{
-    Act, ActSpec, Activation, AttnSpec, Backend, Batch, BatchShape, DeviceReport, Error, ExpertSpec, Gain,
-    Group, KvPlan, KvRef, Mat, MemoryUse, Norm, Ops, Outcome, PerLayerSpec, Phase, QkvSpec, Result,
+    Act, ActSpec, Activation, AttnSpec, Backend, Batch, BatchShape, DeviceReport, Draw, Error, ExpertSpec,
+    Gain, Group, KvPlan, KvRef, Mat, MemoryUse, Norm, Ops, Outcome, PerLayerSpec, Phase, QkvSpec, Result,
     RouteSpec, SteerSet, TapPoint, TensorView,
 };
 use lapidary_weights::Checkpoint;
@@ -93,7 +94,8 @@ pub struct Hooks {
     pub starved: Option<Arc<OnMemory>>,
     /// What the backend says of itself.
     pub rows_change_bits: bool,
-    /// Makes a device that works on its own of the backend, one whose passes may follow each other, and counts them.
+    /// Makes a device that works on its own of the backend, one that draws tokens and whose passes may follow each other,
+    /// and counts them.
     pub passes: Option<Arc<Passes>>,
     built: Arc<OnceLock<Model>>,
     /// The verbs that ran, on any worker, in the order of their first appearance since the last look.
@@ -105,12 +107,18 @@ pub struct Hooks {
 pub struct Passes {
     all: AtomicUsize,
     behind: AtomicUsize,
+    drawn: AtomicUsize,
 }
 
 impl Passes {
     /// All so far, and those of them that were started before the one in front of them was collected.
     pub fn count(&self) -> (usize, usize) {
         (self.all.load(Ordering::SeqCst), self.behind.load(Ordering::SeqCst))
+    }
+
+    /// Tokens that the device drew.
+    pub fn drawn(&self) -> usize {
+        self.drawn.load(Ordering::SeqCst)
     }
 }
 
@@ -272,6 +280,9 @@ impl Backend for Spy {
     fn follows(&self) -> bool {
         self.hooks.passes.is_some()
     }
+    fn draws(&self, _vocab: usize) -> bool {
+        self.hooks.passes.is_some()
+    }
     fn upload(&mut self, batch: &Batch) -> Result<()> {
         self.batch = batch.clone();
         if self.hooks.passes.is_some() {
@@ -293,7 +304,8 @@ impl Backend for Spy {
         if let Some(passes) = &self.hooks.passes {
             passes.all.fetch_add(1, Ordering::SeqCst);
             passes.behind.fetch_add(usize::from(!self.under_way.is_empty()), Ordering::SeqCst);
-            let outcome = self.inner.collect()?;
+            let mut outcome = self.inner.collect()?;
+            self.draw(&mut outcome.argmax)?;
             self.chosen.clone_from(&outcome.argmax);
             self.under_way.push_back(outcome);
         }
@@ -355,6 +367,22 @@ impl Spy {
         }
     }
 
+    /// Draws the tokens that the batch asks for.
+    fn draw(&mut self, chosen: &mut [i32]) -> Result<()> {
+        let draws = std::mem::take(&mut self.batch.draws);
+        for (head, draw) in draws.iter().enumerate() {
+            let Some(draw) = draw.filter(|_| chosen[head] >= 0) else { continue };
+            let model = self.hooks.built.get().expect("passes run on a model that is built");
+            self.inner.lend_rows(model.acts.logits, &[head], &mut |logits| {
+                chosen[head] = drawn(&draw, logits[0]) as i32;
+            })?;
+            if let Some(passes) = &self.hooks.passes {
+                passes.drawn.fetch_add(1, Ordering::SeqCst);
+            }
+        }
+        Ok(())
+    }
+
     fn allocates(&self, what: &'static str) -> Result<()> {
         match &self.hooks.starved {
             Some(starved) if starved(what, &self.batch) => {
@@ -363,6 +391,21 @@ impl Spy {
             _ => Ok(()),
         }
     }
+}
+
+/// What the sampler draws.
+pub fn drawn(draw: &Draw, logits: &[f32]) -> u32 {
+    let params = SamplingParams {
+        temperature: (1.0 / draw.inverse_temperature) as f32,
+        top_k: draw.top_k,
+        top_p: draw.top_p,
+        min_p: draw.min_p,
+        seed: draw.seed,
+        suppress: draw.suppress.iter().filter_map(|&token| u32::try_from(token).ok()).collect(),
+        ..SamplingParams::default()
+    };
+    let mut sampler = Sampler::new(params, logits.len()).expect("the parameters are in their ranges");
+    sampler.sample(logits, draw.position, &TokenCounts::new()).expect("the row is finite").token
 }
 
 struct SpyOps<'a> {

@@ -152,7 +152,7 @@ pub unsafe fn dots<W: Half>(
     while i < x.count {
         let m = share(x.count - i, W::ROWS);
         // Only the first rows of x wait for weights.
-        let ahead = if i == 0 { ahead } else { Ahead::Bytes(0) };
+        let ahead = if i == 0 { ahead } else { Ahead::Nothing };
         let out = out[i * out_stride..].as_mut_ptr();
         // SAFETY: rows i .. i + m are inside x, and `out` has room for them.
         unsafe {
@@ -204,7 +204,7 @@ unsafe fn strip<W: Half, const M: usize, const N: usize>(
 fn bytes_ahead<W>(ahead: Ahead, w: RowsView<'_, W>, rows: usize) -> isize {
     match ahead {
         Ahead::Rows => (rows * w.stride * size_of::<W>()) as isize,
-        Ahead::Bytes(bytes) => bytes,
+        Ahead::Nothing => 0,
     }
 }
 
@@ -223,7 +223,7 @@ pub unsafe fn scaled_dots<W: Half>(
     let mut i = 0;
     while i < x.count {
         let m = share(x.count - i, 4);
-        let ahead = if i == 0 { ahead } else { Ahead::Bytes(0) };
+        let ahead = if i == 0 { ahead } else { Ahead::Nothing };
         let out = out[i * out_stride..].as_mut_ptr();
         // SAFETY: as in `dots`.
         unsafe {
