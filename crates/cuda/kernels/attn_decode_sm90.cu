@@ -401,7 +401,3 @@ ATTN(256_bf16, 256, false, 4)
 ATTN(512_bf16, 512, false, 2)
 ATTN(256_fp8, 256, true, 4)
 ATTN(512_fp8, 512, true, 4)
-// A short ring, which leaves room beside a block of the product before.
-extern "C" __global__ void __launch_bounds__(288, 2) attn_own_256_bf16_short(const __grid_constant__ OwnHeadsArgs a) {
-  attn_body<256, false, 2, true>(a.attn, a.heads);
-}

@@ -16,7 +16,6 @@
 #include <cooperative_groups.h>
 
 #include "common/forms.cuh"
-#include "common/once.cuh"
 #include "common/residual.cuh"
 namespace cg = cooperative_groups;
 
@@ -41,7 +40,6 @@ struct PerLayerArgs {
   uint64_t gate_strip_bytes, proj_strip_bytes;
   int width, gate_chunks, proj_chunks, strips, activation, n_outs;  // strips: of the projection
   float post_eps, close_eps, out_eps, scalar;
-  int once, pad;
 };
 
 // Where `local` of this block lies in block `rank` of the cluster.
@@ -123,10 +121,10 @@ template <class F> __device__ __forceinline__ void per_layer_body(const PerLayer
     mbar_expect(there + 1, BLOCKS * 4);
     mbar_expect(there + 2, a.strips * 4);
     mbar_expect(full, gate_bytes);
-    bulk_load_once(gate, a.gate + (size_t)rank * gate_bytes, gate_bytes, full, a.once);
+    bulk_load_once(gate, a.gate + (size_t)rank * gate_bytes, gate_bytes, full);
     if (mine) {
       mbar_expect(full + 1, mine * proj_bytes);
-      bulk_load_once(proj, a.proj + (size_t)s0 * proj_bytes, mine * proj_bytes, full + 1, a.once);
+      bulk_load_once(proj, a.proj + (size_t)s0 * proj_bytes, mine * proj_bytes, full + 1);
     }
   }
   for (int i = tid; i < all_strips; i += 256) strip[i] = 0.f;

@@ -275,9 +275,6 @@ unsafe fn launch(queue: Queue<'_>, call: &AttnDecode, finish: Option<&Finish>) -
         (_, false) => ("attn_decode_512_bf16", "attn_own_512_bf16", 2),
         (_, true) => ("attn_decode_512_fp8", "attn_own_512_fp8", 4),
     };
-    let short = std::env::var("SMALL").is_ok_and(|v| v.contains('s'));
-    let short = short && own == "attn_own_256_bf16" && finish.is_some() && call.window.is_some_and(|w| w / PAGE_TOKENS <= 2 * s.cluster);
-    let (own, stages) = if short { ("attn_own_256_bf16_short", 2) } else { (own, stages) };
     let ring = stages * 2 * PAGE_TOKENS * d * call.pages.value_bytes();
     let shared = ring + 2 * 2 * 2 * 8 * 40 * 4 + 8 * d * 4 + 9 * 16 * 4 + 4 * stages * 8;
     let grid = [(s.cluster * s.clusters) as u32, per_row as u32, call.rows as u32];

@@ -74,8 +74,6 @@ struct PerLayerArgs {
     close_eps: f32,
     out_eps: f32,
     scalar: f32,
-    once: i32,
-    pad: i32,
 }
 
 // SAFETY: mirrors `PerLayerArgs` in kernels/per_layer_sm90.cu.
@@ -173,8 +171,6 @@ pub unsafe fn per_layer(queue: Queue<'_>, call: &PerLayer) -> Result<()> {
         close_eps: call.close.1,
         out_eps: call.out_eps,
         scalar: call.scalar,
-        once: i32::from(std::env::var("SMALL").is_ok_and(|v| v.contains('e'))),
-        pad: 0,
     };
     let shape = Shape::new(BLOCKS as u32, 256)
         .shared(shared(gate, projection) as u32)
