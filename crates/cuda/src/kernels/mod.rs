@@ -16,6 +16,7 @@ pub mod hooks;
 pub mod per_layer;
 pub mod probe;
 pub mod producers;
+pub mod prologue;
 pub mod product;
 pub mod route;
 pub mod rows;

@@ -23,7 +23,14 @@ fn rounded(x: &[f64]) -> Vec<f32> {
 
 /// One call at `width`, with an output of `out_kind`: 0 none, 1 bf16 normed, 2 float32 normed with a bf16 copy, 3 float32
 /// as it is.
-fn branch(lab: &Lab, format: Format, scaling: Scaling, width: usize, planes: usize, out_kind: usize) {
+fn branch(
+    lab: &Lab,
+    format: Format,
+    scaling: Scaling,
+    width: usize,
+    planes: usize,
+    out_kind: usize,
+) {
     let rows = 1;
     let what = format!("{format} {scaling:?} width {width}, {planes} planes, out {out_kind}");
     let (gate, projection) =
@@ -56,6 +63,7 @@ fn branch(lab: &Lab, format: Format, scaling: Scaling, width: usize, planes: usi
         lab.poison(&copy);
         let call = PerLayer {
             x: device_x.ptr(),
+            x_out: device_x.ptr(),
             width,
             y: Branch {
                 p: device_y.ptr(),
@@ -81,6 +89,7 @@ fn branch(lab: &Lab, format: Format, scaling: Scaling, width: usize, planes: usi
         let [first, second] = outs(&apart, &apart_copy);
         let alone = Residual {
             x: device_x.ptr(),
+            x_out: device_x.ptr(),
             x_stride: stride,
             rows,
             width,
@@ -188,6 +197,7 @@ fn shapes_that_the_branch_does_not_take_are_refused_by_name() {
     let nowhere = DevPtr::NULL;
     let call = PerLayer {
         x: nowhere,
+        x_out: nowhere,
         width: 512,
         y: Branch::NONE,
         post: (nowhere, EPS),
