@@ -8,8 +8,8 @@ use super::{Recorder, Verb};
 use crate::driver::DevPtr;
 use crate::kernels::gemm_wide;
 use crate::kernels::hooks::Source;
-use crate::kernels::prologue;
 use crate::kernels::producers::{self, Argmax, Branch, NormOut};
+use crate::kernels::prologue;
 use crate::kernels::skinny_gemm::{self, Gate, Linear, MAX_PLANES, MAX_ROWS, Output, Weights};
 use crate::ops::CudaOps;
 use crate::pack::{Form, PackedShape};
@@ -236,9 +236,7 @@ impl CudaOps<'_> {
             {
                 MAX_PLANES
             }
-            Some(Step::NormedGated(both))
-                if matches!(&both[0], Step::Residual(r) if r.y.is_some_and(|y| y.0 == out)) =>
-            {
+            Some(Step::NormedGated(both)) if matches!(&both[0], Step::Residual(r) if r.y.is_some_and(|y| y.0 == out)) => {
                 MAX_PLANES
             }
             Some(Step::PerLayer(p)) if p.first.y.is_some_and(|y| y.0 == out) => MAX_PLANES,

@@ -23,14 +23,7 @@ fn rounded(x: &[f64]) -> Vec<f32> {
 
 /// One call at `width`, with an output of `out_kind`: 0 none, 1 bf16 normed, 2 float32 normed with a bf16 copy, 3 float32
 /// as it is.
-fn branch(
-    lab: &Lab,
-    format: Format,
-    scaling: Scaling,
-    width: usize,
-    planes: usize,
-    out_kind: usize,
-) {
+fn branch(lab: &Lab, format: Format, scaling: Scaling, width: usize, planes: usize, out_kind: usize) {
     let rows = 1;
     let what = format!("{format} {scaling:?} width {width}, {planes} planes, out {out_kind}");
     let (gate, projection) =

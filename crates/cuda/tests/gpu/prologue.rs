@@ -11,13 +11,14 @@ use crate::lab::{Lab, Packed, matrix, random};
 #[test]
 fn a_residual_step_inside_a_product_has_the_bits_of_both_kernels() {
     let Some(lab) = Lab::new() else { return };
-    // Outputs of gate and up together, width, planes of the branch; the shapes are E2B's, E4B's and 26B's.
+    // Outputs of gate and up together and width of E2B and E4B, planes of the branch.
     for (outputs, width, planes, scalar) in [(12_288, 1536, 2, 1.0), (20_480, 2560, 3, 0.7)] {
         let weights = matrix(Format::Bf16, Scaling::Usual, outputs, width, 51);
         let packed = Packed::stack(&lab, &[weights.view("w")]);
         assert!(choice(packed.shape, 132).is_some(), "{outputs} x {width}");
         let (x, y) = (random(width, 1), lab.f32(&random(planes * (width + 8), 2)));
-        let gains = [3, 4].map(|seed| lab.f32(&random(width, seed).iter().map(|v| 1.2 + v).collect::<Vec<_>>()));
+        let gains =
+            [3, 4].map(|seed| lab.f32(&random(width, seed).iter().map(|v| 1.2 + v).collect::<Vec<_>>()));
         let [from, to] = [lab.f32(&x), lab.poisoned(width * 4)];
         let normed = lab.poisoned(width * 2);
         let mut runs = Vec::new();
@@ -69,7 +70,8 @@ fn a_residual_step_inside_a_product_has_the_bits_of_both_kernels() {
             assert!(lab.read_f32(&from, width) == x, "the residual is read only");
             runs.push((lab.read(&to, width * 4), lab.read(&out, outputs)));
         }
-        let values: Vec<_> = runs[0].1.as_chunks::<2>().0.iter().map(|&b| half::bf16::from_le_bytes(b)).collect();
+        let values: Vec<_> =
+            runs[0].1.as_chunks::<2>().0.iter().map(|&b| half::bf16::from_le_bytes(b)).collect();
         assert!(values.iter().all(|v| v.is_finite()) && values.iter().any(|v| v.to_f32() != 0.0));
         assert!(runs[0].0 == runs[1].0, "{outputs} x {width}: residuals differ");
         assert!(runs[0].1 == runs[1].1, "{outputs} x {width}: products differ");
