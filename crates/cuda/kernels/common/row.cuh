@@ -200,7 +200,6 @@ __device__ __forceinline__ void row_body(const SkinnyArgs& a, int u0, int ustep,
       s.scales = MODE == EXPERT_DOWN && a.row_scale ? scales + slot * SCALES + p.wm * MS * 16 + p.g : nullptr;
       mbar_wait(full + slot, parity);
       w.stage(p, s, on_side ? side_xs : xs);
-      __syncwarp();
       mbar_arrive(empty + slot);
       if (++slot == NS) { slot = 0; parity ^= 1; }
     }
@@ -245,7 +244,6 @@ __device__ __forceinline__ void row_body(const SkinnyArgs& a, int u0, int ustep,
         ((bf16*)a.out)[m] = __float2bfloat16(r);
       }
     }
-    __syncwarp();
     mbar_arrive(rempty + buf);
   }
 }

@@ -437,11 +437,10 @@ impl Work {
         };
         let code =
             EXPERTS_IN_A_STEP.iter().filter(|m| self.sms == 132 && m.3.starts_with(kind)).find(of_step);
-        let env = std::env::var(if kind == 'U' { "L_UP" } else { "L_DOWN" }).ok().filter(|_| kind != '-');
-        if let Some(code) = env.as_deref().or(code.map(|m| m.3)) {
-            if list.iter().any(|(c, _)| c.code() == code) {
-                list.retain(|(c, _)| c.code() == code);
-            }
+        if let Some((.., code)) = code
+            && list.iter().any(|(c, _)| c.code() == *code)
+        {
+            list.retain(|(c, _)| c.code() == *code);
         }
         let best = list.into_iter().min_by(|a, b| a.1.total_cmp(&b.1));
         best.expect("one plane and eight groups of strips are always possible").0
