@@ -194,7 +194,7 @@ static IN_A_STEP: &[(Form, usize, usize, &str)] = &[
     (Form::Fp8, 5376, 21504, "S03"),   // 31B down
     (Form::Fp8, 8192, 3840, "S11"),    // 12B qkv
     (Form::Fp8, 3840, 4096, "S12"),    // 12B o
-    (Form::Fp8, 30720, 3840, "D11"),   // 12B gate+up
+    (Form::Fp8, 30720, 3840, "S11"),   // 12B gate+up
     (Form::Fp8, 8192, 2816, "D12"),    // 26B qkv
     (Form::Fp8, 2816, 4096, "D03"),    // 26B o
     (Form::Nvfp4, 16384, 5376, "D02"), // 31B qkv
@@ -370,7 +370,7 @@ impl Choice {
         match form {
             Form::Fp8 | Form::Fp8Block => {
                 let (cw, _) = row_ring(form).expect("these have one")[self.variant.strips() - 1];
-                chunks.next_multiple_of(cw * 8 >> self.lwm) * form.chunk_inputs() * 2
+                chunks.next_multiple_of((cw * 8) >> self.lwm) * form.chunk_inputs() * 2
             }
             _ => chunks * form.chunk_inputs() / 4 + chunks * form.chunk_inputs() * 2,
         }
