@@ -1,7 +1,8 @@
 //! The backend: what it owns, and how a pass runs.
 
-use std::sync::{Mutex, PoisonError};
-use std::time::Instant;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use lapidary_formats::{Format, TensorView};
 use lapidary_ops::{
@@ -15,6 +16,8 @@ use crate::buffers::Buffer;
 use crate::int8;
 use crate::kv::{self, KvPools, Side};
 use crate::level::{Isa, Level};
+use crate::late::Allowance;
+use crate::linear::X_BLOCK;
 use crate::matrix::{Maps, Matrix, Packing};
 use crate::memory::Slabs;
 use crate::ops::CpuOps;
@@ -55,6 +58,11 @@ pub struct CpuBackend {
     maps: Vec<FileMap>,
     slabs: Slabs,
     team: Team,
+    allowance: Arc<Allowance>,
+    /// What the first pass took.
+    first_pass: Option<Duration>,
+    /// Parts of matrices that may not be packed yet.
+    late: usize,
     acts: Vec<Buffer>,
     mats: Vec<Matrix>,
     followers: Followers,
@@ -95,6 +103,9 @@ impl CpuBackend {
             maps: Vec::new(),
             slabs: Slabs::default(),
             team,
+            allowance: Arc::default(),
+            first_pass: None,
+            late: 0,
             acts: Vec::new(),
             mats: Vec::new(),
             followers: Followers::default(),
@@ -117,14 +128,23 @@ impl CpuBackend {
 
     fn packing(&self) -> Packing<'_> {
         let int8 = self.compute == Compute::Fast;
-        Packing { isa: self.isa, int8, team: &self.team, slabs: &self.slabs, maps: Maps(&self.maps) }
+        let (team, slabs, allowance) = (&self.team, &self.slabs, &self.allowance);
+        Packing { isa: self.isa, int8, team, slabs, allowance, maps: Maps(&self.maps) }
     }
 
     fn keep(&mut self, matrix: Matrix) -> Result<Mat> {
         let handle = Mat(u32::try_from(self.mats.len()).map_err(|_| too_many("matrices"))?);
+        self.late += matrix.late().count();
         self.mats.push(matrix);
         self.followers.push();
         Ok(handle)
+    }
+
+    /// Makes ordinary ones of matrices that passes have packed.
+    fn settle_packed(&mut self) {
+        if self.late > 0 {
+            self.late = self.mats.iter_mut().map(Matrix::settle).sum();
+        }
     }
 
     /// Rows that every buffer with rows of kind `rows` has.
@@ -173,6 +193,23 @@ impl Backend for CpuBackend {
 
     fn hold(&mut self, maps: &[FileMap]) {
         self.maps.extend_from_slice(maps);
+    }
+
+    fn settle(&mut self) -> Result<()> {
+        for late in self.mats.iter().flat_map(Matrix::late) {
+            let next = AtomicUsize::new(0);
+            self.team.run(&|_| {
+                loop {
+                    let group = next.fetch_add(1, Ordering::Relaxed);
+                    if group >= late.groups() {
+                        return;
+                    }
+                    late.pack_group(group);
+                }
+            })?;
+        }
+        self.settle_packed();
+        Ok(())
     }
 
     fn pack(&mut self, parts: &[TensorView<'_>], group_rows: usize) -> Result<Mat> {
@@ -251,6 +288,9 @@ impl Backend for CpuBackend {
             return Err(Error::Device("the pass to run is not of the shape of the uploaded batch".into()));
         }
         self.outcome = None;
+        self.settle_packed();
+        self.allowance.set(self.time_to_pack(shape));
+        let begun = Instant::now();
         let sync = self.team.sync();
         let best = (0..self.team.workers()).map(|_| Mutex::default()).collect();
         let pass = Pass {
@@ -276,6 +316,7 @@ impl Backend for CpuBackend {
             let mut scratch = scratch[worker].lock().unwrap_or_else(PoisonError::into_inner);
             program(&mut CpuOps::new(&pass, worker, shape.rows, &mut scratch));
         })?;
+        self.first_pass.get_or_insert_with(|| begun.elapsed());
         let device = pass.clock.as_ref().map(|(begun, _)| begun.elapsed());
         let mut outcome = pass.outcome.into_inner().unwrap_or_else(PoisonError::into_inner);
         if shape.steered {
@@ -369,6 +410,16 @@ impl Backend for CpuBackend {
 }
 
 impl CpuBackend {
+    /// What a pass may spend on packing. One of many rows would have to pack for each [block](X_BLOCK) of them otherwise; one
+    /// without logits ends an answer or is part of a prompt, and nobody gains by what it packs.
+    fn time_to_pack(&self, shape: &BatchShape) -> Duration {
+        match self.first_pass {
+            _ if shape.rows > X_BLOCK => Allowance::ALL,
+            Some(first) if shape.head_rows > 0 => first * self.team.workers() as u32,
+            _ => Duration::ZERO,
+        }
+    }
+
     /// The float32 activation `act`, if it has `rows` rows.
     fn readable(&self, act: Act, rows: usize) -> Result<&Buffer> {
         let unknown = || Error::Device(format!("activation {} was never allocated", act.0));

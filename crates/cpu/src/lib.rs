@@ -22,6 +22,7 @@ mod decode;
 pub mod footprint;
 mod int8;
 mod kv;
+mod late;
 mod level;
 mod linear;
 mod math;

@@ -1,9 +1,10 @@
 //! Weight matrices as the backend holds them.
 //!
-//! A part is packed into int8 [tiles](Tiles) where the mode and the format have a kernel for them. Otherwise it
+//! A part is packed into int8 [tiles](Tiles) where the mode and the format have a kernel for them, [late](Late) where its bytes
+//! lie in a file map that the backend holds. Otherwise it
 //! keeps the bytes of its file format, in place where they lie in a file map that the backend holds, else
 //! copied; a tile of rows is decoded at a time. Experts that are not to be resident stay in the file map too, and a
-//! tile of rows is packed whenever it is multiplied, which gives the same bits. A part is never held in two forms.
+//! tile of rows is packed whenever it is multiplied, which gives the same bits. No rows are held in two forms.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -15,8 +16,9 @@ use lapidary_ops::{Error, FileMap, Result};
 use crate::decode::decode_row;
 use crate::int8::activations::QuantRows;
 use crate::int8::tiles::{Packer, Tiles};
+use crate::late::{Allowance, Late, product_from_file};
 use crate::level::Isa;
-use crate::memory::{Aligned, Grow, Slabs};
+use crate::memory::{Aligned, Grow, LINE, Slabs};
 use crate::team::Team;
 
 /// What taking over a matrix needs of its backend.
@@ -27,6 +29,8 @@ pub(crate) struct Packing<'a> {
     pub int8: bool,
     pub team: &'a Team,
     pub slabs: &'a Slabs,
+    /// What passes may spend on packing.
+    pub allowance: &'a Arc<Allowance>,
     pub maps: Maps<'a>,
 }
 
@@ -69,6 +73,8 @@ pub(crate) enum Weights {
     File(FileRows),
     /// Packed.
     Tiles(Tiles),
+    /// Packed when a pass needs them.
+    Late(Late),
     /// In the bytes of their format inside a file map, packed a tile at a time for every product.
     Paged(FileRows, Packer),
 }
@@ -78,9 +84,9 @@ impl Matrix {
     pub fn new(packing: Packing<'_>, parts: &[TensorView<'_>]) -> Result<Matrix> {
         Matrix::of(parts, |part| {
             if packing.int8
-                && let Some(tiles) = pack(packing, part)?
+                && let Some(packed) = pack(packing, part)?
             {
-                return Ok(Weights::Tiles(tiles));
+                return Ok(packed);
             }
             in_row_chunks(packing.team, part, |chunk, _| check(chunk))?;
             FileRows::new(part, packing.maps).map(Weights::File)
@@ -138,6 +144,25 @@ impl Matrix {
             matrix.rows += part.rows;
         }
         Ok(matrix)
+    }
+
+    /// The parts that are packed late and not yet as a whole.
+    pub fn late(&self) -> impl Iterator<Item = &Late> {
+        self.parts.iter().filter_map(|p| if let Weights::Late(late) = &p.weights { Some(late) } else { None })
+    }
+
+    /// Makes ordinary ones of late parts that are packed; the number of those that are not.
+    pub fn settle(&mut self) -> usize {
+        if self.late().any(Late::is_packed) {
+            let settled = |part: Part| match part.weights {
+                Weights::Late(late) if late.is_packed() => {
+                    Part { weights: Weights::Tiles(late.into_tiles()), ..part }
+                }
+                _ => part,
+            };
+            self.parts = std::mem::take(&mut self.parts).into_iter().map(settled).collect();
+        }
+        self.late().count()
     }
 
     /// Bytes owned.
@@ -198,6 +223,7 @@ impl Weights {
         match self {
             Weights::File(file) | Weights::Paged(file, _) => file.view.rows,
             Weights::Tiles(tiles) => tiles.rows,
+            Weights::Late(late) => late.rows(),
         }
     }
 
@@ -206,6 +232,7 @@ impl Weights {
         match self {
             Weights::File(file) | Weights::Paged(file, _) => file.view.cols,
             Weights::Tiles(tiles) => tiles.cols(),
+            Weights::Late(late) => late.file.view.cols,
         }
     }
 
@@ -213,13 +240,14 @@ impl Weights {
         match self {
             Weights::File(file) | Weights::Paged(file, _) => file.bytes(),
             Weights::Tiles(tiles) => tiles.bytes(),
+            Weights::Late(late) => late.bytes(),
         }
     }
 
     fn mapped(&self) -> usize {
         match self {
             Weights::File(file) | Weights::Paged(file, _) => file.mapped(),
-            Weights::Tiles(_) => 0,
+            Weights::Tiles(_) | Weights::Late(_) => 0,
         }
     }
 
@@ -228,7 +256,7 @@ impl Weights {
         matches!(self, Weights::File(file) if matches!(file.view.format, Format::Bf16 | Format::Fp8E4M3))
     }
 
-    /// The packed tiles from that of row `row` on; nothing where these weights are not packed.
+    /// The packed tiles from that of row `row` on; nothing where not all of these weights are packed.
     pub fn packed_from(&self, row: usize) -> &[u8] {
         if let Weights::Tiles(tiles) = self { tiles.bytes_from(row / CHUNK_OF) } else { &[] }
     }
@@ -243,12 +271,13 @@ impl Weights {
         match self {
             Weights::File(file) | Weights::Paged(file, _) => decode_row(isa, &file.view, row, out),
             Weights::Tiles(tiles) => tiles.decode_row(row, out),
+            Weights::Late(late) => late.decode_row(isa, row, out),
         }
     }
 
     /// Whether products take activations in int8 blocks.
     pub fn takes_blocks(&self) -> bool {
-        matches!(self, Weights::Tiles(_) | Weights::Paged(..))
+        matches!(self, Weights::Tiles(_) | Weights::Late(_) | Weights::Paged(..))
     }
 
     /// `out[i, r] = x_i . w_(16 tile + r)` of `rows` rows, one tile or two, in int8 blocks, [`PAIR`](crate::int8::PAIR)
@@ -265,13 +294,8 @@ impl Weights {
         match self {
             Weights::File(_) => return false,
             Weights::Tiles(packed) => packed.product(tile, tiles, x, out),
-            Weights::Paged(file, packer) => {
-                let packed = room.bytes_mut(tiles * packer.tile_bytes());
-                for (t, out) in packed.chunks_exact_mut(packer.tile_bytes()).enumerate() {
-                    packer.pack(&file.view, tile + t, out);
-                }
-                packer.product(packed, tiles, x, out);
-            }
+            Weights::Late(late) => late.product(tile, tiles, x, room, out),
+            Weights::Paged(file, packer) => product_from_file(file, packer, tile, tiles, x, room, out),
         }
         true
     }
@@ -298,8 +322,8 @@ fn check(view: &TensorView<'_>) -> Result<()> {
         .map_err(|e| Error::Tensor { tensor: view.name.clone(), reason: e.to_string() })
 }
 
-/// Packs `view` if its format is one that is packed.
-fn pack(packing: Packing<'_>, view: &TensorView<'_>) -> Result<Option<Tiles>> {
+/// Packs `view` if its format is one that is packed, late where a map holds it.
+fn pack(packing: Packing<'_>, view: &TensorView<'_>) -> Result<Option<Weights>> {
     if !crate::int8::is_packed(view.format) || view.cols == 0 {
         return Ok(None);
     }
@@ -308,27 +332,26 @@ fn pack(packing: Packing<'_>, view: &TensorView<'_>) -> Result<Option<Tiles>> {
         check(view)?;
     }
     let Some(tiles) = Tiles::empty(packing.isa, view, packing.slabs)? else { return Ok(None) };
-    let map = find(packing.maps, view.bytes);
+    if is_sliceable(view) && find(packing.maps, view.bytes).is_some() {
+        in_row_chunks(packing.team, view, |chunk, _| check(chunk))?;
+        let file = FileRows::new(view, packing.maps)?;
+        return Ok(Some(Weights::Late(Late::new(file, tiles, packing.allowance))));
+    }
     in_row_chunks(packing.team, view, |chunk, rows| {
         check(chunk)?;
         for tile in rows.start / CHUNK_OF..rows.end.div_ceil(CHUNK_OF) {
             // SAFETY: chunks start on whole tiles and each is handed to one worker.
             unsafe { tiles.pack_tile(view, tile) }
         }
-        // At once, so that a matrix is never resident twice: a vocabulary's may be most of a model.
-        if let Some(map) = &map {
-            map.release(chunk.bytes);
-            map.release(crate::int8::beside(&chunk.scales).0);
-        }
         Ok(())
     })?;
-    Ok(Some(tiles))
+    Ok(Some(Weights::Tiles(tiles)))
 }
 
 /// Chunks that workers claim start on this many rows.
-const CHUNK_OF: usize = 16;
+pub(crate) const CHUNK_OF: usize = 16;
 /// Bytes of a chunk, about.
-const CHUNK_BYTES: usize = 1 << 18;
+pub(crate) const CHUNK_BYTES: usize = 1 << 18;
 
 /// Runs `f` on all rows of `view` in chunks, on the whole team; the error of the first chunk that has one.
 fn in_row_chunks(
@@ -459,6 +482,13 @@ impl Bytes {
         }
     }
 
+    /// Lets the system take back the memory of `bytes`, part of these, if they are mapped.
+    fn release(&self, bytes: &[u8]) {
+        if let Bytes::Mapped { map, .. } = self {
+            map.release(bytes);
+        }
+    }
+
     fn owned(&self) -> usize {
         if let Bytes::Owned(own) = self { own.len() } else { 0 }
     }
@@ -493,14 +523,41 @@ impl FileRows {
         Ok(FileRows { view, codes, block_scales })
     }
 
+    /// The rows.
+    pub fn view(&self) -> &TensorView<'_> {
+        &self.view
+    }
+
     /// Asks the system to bring rows `first .. first + rows` into memory.
     fn want(&self, first: usize, rows: usize) {
-        let of = |bytes: &'static [u8]| {
+        let [codes, scales] = self.bytes_of(first, rows);
+        self.codes.want(codes);
+        self.block_scales.want(scales);
+    }
+
+    /// Lets the system take back the memory of rows `first .. first + rows`: they are packed. Whoever reads them again finds
+    /// them as before.
+    pub fn release(&self, first: usize, rows: usize) {
+        let [codes, scales] = self.bytes_of(first, rows);
+        self.codes.release(codes);
+        self.block_scales.release(scales);
+    }
+
+    /// Reads tile `tile` from end to end, as memory likes to be read: packing goes through its rows side by side.
+    pub fn read_tile(&self, tile: usize) {
+        let first = tile * CHUNK_OF;
+        let [codes, scales] = self.bytes_of(first, CHUNK_OF.min(self.view.rows - first));
+        for bytes in [codes, scales] {
+            std::hint::black_box(bytes.iter().step_by(LINE).fold(0, |all, byte| all ^ byte));
+        }
+    }
+
+    /// The codes of some rows and the scales beside them.
+    fn bytes_of(&self, first: usize, rows: usize) -> [&[u8]; 2] {
+        [self.view.bytes, crate::int8::beside(&self.view.scales).0].map(|bytes| {
             let row = bytes.len() / self.view.rows;
             &bytes[first * row..(first + rows) * row]
-        };
-        self.codes.want(of(self.view.bytes));
-        self.block_scales.want(of(crate::int8::beside(&self.view.scales).0));
+        })
     }
 
     fn bytes(&self) -> usize {

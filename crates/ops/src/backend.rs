@@ -136,6 +136,15 @@ pub trait Backend: Send + fmt::Debug {
         self.pack(std::slice::from_ref(part), part.rows)
     }
 
+    /// Does what taking over matrices has put off until a pass needs it, for whoever would rather wait now than in the first
+    /// passes.
+    ///
+    /// # Errors
+    /// `Device`.
+    fn settle(&mut self) -> Result<()> {
+        Ok(())
+    }
+
     /// Takes over a vector.
     fn vector(&mut self, name: &str, values: &[f32]) -> Result<Gain>;
 

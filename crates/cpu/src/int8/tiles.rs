@@ -133,9 +133,18 @@ impl Tiles {
         &self.data.as_slice()[first * self.packer.tile_bytes..]
     }
 
+    /// How rows are packed, and what multiplies them.
+    pub fn packer(&self) -> &Packer {
+        &self.packer
+    }
+
     fn tiles(&self, first: usize, tiles: usize) -> &[u8] {
         let tile_bytes = self.packer.tile_bytes;
-        &self.data.as_slice()[first * tile_bytes..][..tiles * tile_bytes]
+        assert!((first + tiles) * tile_bytes <= self.data.len());
+        // SAFETY: inside the data by the assertion. Only these tiles are lent, since others may be packed meanwhile.
+        unsafe {
+            std::slice::from_raw_parts(self.data.start().add(first * tile_bytes), tiles * tile_bytes)
+        }
     }
 }
 
