@@ -145,7 +145,6 @@ impl Late {
             Err(found) => return found == PACKED,
         }
         let begun = Instant::now();
-        self.file.read_tile(tile);
         // SAFETY: whoever made the tile busy is its only user until it is packed.
         unsafe { self.tiles.pack_tile(self.file.view(), tile) };
         self.allowance.spend(begun.elapsed());
@@ -174,7 +173,6 @@ pub(crate) fn product_from_file(
 ) {
     let packed = room.bytes_mut(tiles * packer.tile_bytes());
     for (t, out) in packed.chunks_exact_mut(packer.tile_bytes()).enumerate() {
-        file.read_tile(tile + t);
         packer.pack(file.view(), tile + t, out);
     }
     packer.product(packed, tiles, x, out);

@@ -18,7 +18,7 @@ use crate::int8::activations::QuantRows;
 use crate::int8::tiles::{Packer, Tiles};
 use crate::late::{Allowance, Late, product_from_file};
 use crate::level::Isa;
-use crate::memory::{Aligned, Grow, LINE, Slabs};
+use crate::memory::{Aligned, Grow, Slabs};
 use crate::team::Team;
 
 /// What taking over a matrix needs of its backend.
@@ -541,15 +541,6 @@ impl FileRows {
         let [codes, scales] = self.bytes_of(first, rows);
         self.codes.release(codes);
         self.block_scales.release(scales);
-    }
-
-    /// Reads tile `tile` from end to end, as memory likes to be read: packing goes through its rows side by side.
-    pub fn read_tile(&self, tile: usize) {
-        let first = tile * CHUNK_OF;
-        let [codes, scales] = self.bytes_of(first, CHUNK_OF.min(self.view.rows - first));
-        for bytes in [codes, scales] {
-            std::hint::black_box(bytes.iter().step_by(LINE).fold(0, |all, byte| all ^ byte));
-        }
     }
 
     /// The codes of some rows and the scales beside them.
