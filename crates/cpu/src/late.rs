@@ -177,3 +177,78 @@ pub(crate) fn product_from_file(
     }
     packer.product(packed, tiles, x, out);
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Barrier;
+
+    use lapidary_formats::{Format, TensorView, encode_rows};
+    use lapidary_ops::FileMap;
+
+    use super::*;
+    use crate::int8::PAIR;
+    use crate::int8::activations::{quantise, row_bytes, split_row};
+    use crate::matrix::Maps;
+    use crate::memory::{Aligned, Slabs};
+
+    #[test]
+    fn workers_that_meet_at_a_tile_have_the_bits_of_a_packed_one() {
+        let (rows, cols, n) = (16 * 41 + 3, 512, 3);
+        let values = |n: usize| (0..n).map(|i| ((i * 7919 + 13) % 1009) as f32 / 504.0 - 1.0);
+        let isa = Isa::new(None).expect("the best level");
+        let encoded = encode_rows(Format::Q6K, &values(rows * cols).collect::<Vec<_>>(), rows, cols)
+            .expect("finite values");
+        let file: FileMap = Arc::new(encoded.bytes.clone());
+        let maps = std::slice::from_ref(&file);
+        let view = TensorView { bytes: (*file).as_ref(), ..encoded.view("w") };
+        let stride = row_bytes(cols);
+        let mut x = Aligned::zeroed(n * stride, "x").expect("memory");
+        for (i, row) in x.as_mut_slice().chunks_exact_mut(stride).enumerate() {
+            let (codes, heads) = split_row(row, cols);
+            quantise(isa, &values(cols * (i + 1)).skip(cols * i).collect::<Vec<_>>(), codes, heads);
+        }
+        let x = QuantRows { bytes: x.as_slice(), stride, count: n, width: cols };
+        let tiles = || Tiles::empty(isa, &view, &Slabs::default()).expect("memory").expect("a packed format");
+        let packed = tiles();
+        let all = rows.div_ceil(CHUNK_OF);
+        // SAFETY: nobody else has the tiles.
+        (0..all).for_each(|tile| unsafe { packed.pack_tile(&view, tile) });
+        let expected = |tile: usize, tiles: usize| {
+            let mut out = vec![0.0f32; n * PAIR];
+            packed.product(tile, tiles, x, &mut out);
+            out
+        };
+        for time in [Duration::ZERO, Allowance::ALL] {
+            let allowance = Arc::new(Allowance::default());
+            allowance.set(time);
+            let rows_of_file = FileRows::new(&view, Maps(maps)).expect("it is mapped");
+            let late = Late::new(rows_of_file, tiles(), &allowance);
+            // A worker that panicked left this one as it was.
+            late.states[7].store(BUSY, Ordering::Relaxed);
+            let together = Barrier::new(4);
+            std::thread::scope(|scope| {
+                for worker in 0..4 {
+                    let (late, together, expected) = (&late, &together, &expected);
+                    scope.spawn(move || {
+                        let mut room = Grow::default();
+                        together.wait();
+                        for tile in (0..all).step_by(2) {
+                            let tiles = 2.min(all - tile).min(1 + (tile / 2 + worker) % 2);
+                            let mut out = vec![0.0f32; n * PAIR];
+                            late.product(tile, tiles, x, &mut room, &mut out);
+                            let expected = expected(tile, tiles);
+                            let there = PAIR.min(rows - tile * CHUNK_OF);
+                            let rows = out.chunks(PAIR).zip(expected.chunks(PAIR));
+                            for (row, (out, expected)) in rows.enumerate() {
+                                assert_eq!(out[..there], expected[..there], "tile {tile}, row {row}");
+                            }
+                        }
+                    });
+                }
+            });
+            let in_file = late.states.iter().filter(|s| s.load(Ordering::Relaxed) == IN_FILE).count();
+            assert_eq!(in_file, if time.is_zero() { all - 1 } else { 0 });
+            assert!(!late.is_packed(), "one is not packed");
+        }
+    }
+}

@@ -499,7 +499,7 @@ impl Bytes {
 }
 
 impl FileRows {
-    fn new(view: &TensorView<'_>, maps: Maps<'_>) -> Result<FileRows> {
+    pub fn new(view: &TensorView<'_>, maps: Maps<'_>) -> Result<FileRows> {
         let codes = Bytes::of(view.bytes, maps, &view.name)?;
         let block_scales = match &view.scales {
             Scales::Nvfp4 { blocks, .. } => Bytes::of(blocks, maps, &view.name)?,

@@ -144,9 +144,7 @@ impl Tiles {
         let tile_bytes = self.packer.tile_bytes;
         assert!((first + tiles) * tile_bytes <= self.data.len());
         // SAFETY: inside the data by the assertion. Only these tiles are lent, since others may be packed meanwhile.
-        unsafe {
-            std::slice::from_raw_parts(self.data.start().add(first * tile_bytes), tiles * tile_bytes)
-        }
+        unsafe { std::slice::from_raw_parts(self.data.start().add(first * tile_bytes), tiles * tile_bytes) }
     }
 }
 
@@ -373,34 +371,6 @@ mod tests {
                         f(isa, &view, &Tiles { packer, ..tiles });
                     }
                 }
-            }
-        }
-    }
-
-    #[test]
-    fn zz_speed() {
-        for (format, cols) in [(Format::Q8_0, 1536), (Format::Q4_0, 1536), (Format::Q5_0, 1536), (Format::Q4K, 1536), (Format::Q5K, 1536), (Format::Q6K, 1536), (Format::Q4K, 2816), (Format::Q6K, 12288)] {
-            let rows = (200 << 20) / format.row_bytes(cols).unwrap() / 16 * 16;
-            let one = encode_rows(format, &values(16 * cols, 3), 16, cols).expect("finite");
-            let bytes: Vec<u8> = one.bytes.iter().copied().cycle().take(rows * format.row_bytes(cols).unwrap()).collect();
-            let mut v = one.view("w"); v.rows = rows; v.bytes = &bytes;
-            for isa in Isa::here() {
-                let packer = Packer::new(isa, &v).unwrap();
-                let mut out = Aligned::zeroed(packer.tile_bytes(), "x").unwrap();
-                let mut best = [0f64; 3];
-                for _ in 0..3 {
-                    for way in 0..3 {
-                        let t = std::time::Instant::now();
-                        for tile in 0..rows / 16 {
-                            let at = if way == 2 { 0 } else { tile };
-                            let row = format.row_bytes(cols).unwrap() * 16;
-                            if way == 1 { std::hint::black_box(bytes[at * row..][..row].iter().step_by(64).fold(0, |a, b| a ^ b)); }
-                            packer.pack(&v, at, out.as_mut_slice());
-                        }
-                        best[way] = best[way].max(bytes.len() as f64 / t.elapsed().as_secs_f64() / 1e9);
-                    }
-                }
-                println!("{format} {cols} {}: memory {:.1} read first {:.1} cached {:.1}", isa.level(), best[0], best[1], best[2]);
             }
         }
     }
