@@ -34,7 +34,7 @@ template <int D> __device__ __forceinline__ void prefill_attn(const PrefillAttnA
   auto batch_row = [&](int r) { return a.at.map ? a.at.map[r] : r; };
   auto low_of = [&](int row) { return a.window ? max(0, a.at.positions[row] + 1 - a.window) : 0; };
   if (tid == 0) {
-    for (int i = 0; i < STAGES; i++) { mbar_init(kfull + i, 1); mbar_init(vfull + i, 1); mbar_init(kempty + i, 8); mbar_init(vempty + i, 8); }
+    for (int i = 0; i < STAGES; i++) { mbar_init(kfull + i, 1); mbar_init(vfull + i, 1); mbar_init(kempty + i, 256); mbar_init(vempty + i, 256); }
     fence_barrier_init();
     fence_proxy_async();
   }
@@ -120,8 +120,7 @@ template <int D> __device__ __forceinline__ void prefill_attn(const PrefillAttnA
       const float4* other = exchange + ((step * 8 + (warp ^ 4)) * 4) * 32 + lane;
 #pragma unroll
       for (int n = 0; n < 4; n++) mine[n * 32] = *(float4*)s[n];
-      __syncwarp();
-      if (lane == 0) mbar_arrive(kempty + slot);
+      mbar_arrive(kempty + slot);
       asm volatile("bar.sync %0, 64;" ::"r"(mt + 1) : "memory");
       float mx[2] = {m[0], m[1]};
 #pragma unroll
@@ -169,8 +168,7 @@ template <int D> __device__ __forceinline__ void prefill_attn(const PrefillAttnA
           mma(o[n + 1], pf[ks][0], pf[ks][1], pf[ks][2], pf[ks][3], b[2], b[3]);
         }
       }
-      __syncwarp();
-      if (lane == 0) mbar_arrive(vempty + slot);
+      mbar_arrive(vempty + slot);
       if (++slot == STAGES) { slot = 0; parity ^= 1; }
     }
     r = run.r1;

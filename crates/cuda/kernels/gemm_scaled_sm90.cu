@@ -128,7 +128,7 @@ template <class F, int N, int ST> __device__ __forceinline__ void scaled_body(co
   const int n0 = blockIdx.x * N, first = blockIdx.y * (gated ? 4 : 8);
   auto strip_of = [&](int j) { return gated ? min(first + (j & 3), a.strips - 1) + (j >> 2) * a.strips : min(first + j, a.strips - 1); };
   if (tid == 256) {
-    for (int i = 0; i < ST; i++) { mbar_init(full + i, 1); mbar_init(empty + i, 8); }
+    for (int i = 0; i < ST; i++) { mbar_init(full + i, 1); mbar_init(empty + i, 256); }
     fence_barrier_init();
     fence_proxy_async();
   }
@@ -188,8 +188,7 @@ template <class F, int N, int ST> __device__ __forceinline__ void scaled_body(co
         }
       }
     }
-    __syncwarp();
-    if (lane == 0) mbar_arrive(empty + slot);
+    mbar_arrive(empty + slot);
   }
   pdl_wait();
   if (gated) {  // all copies have arrived and were read: the ring is free

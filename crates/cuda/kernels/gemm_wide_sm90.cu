@@ -96,7 +96,7 @@ template <class F, int NB, int N, int ST> __device__ __forceinline__ void wide_b
     return min(first + j, a.strips - 1);
   };
   if (tid == 256) {
-    for (int i = 0; i < ST; i++) { mbar_init(full + i, 1); mbar_init(empty + i, 8); }
+    for (int i = 0; i < ST; i++) { mbar_init(full + i, 1); mbar_init(empty + i, 256); }
     fence_barrier_init();
     fence_proxy_async();
   }
@@ -140,8 +140,7 @@ template <class F, int NB, int N, int ST> __device__ __forceinline__ void wide_b
     wgmma_wait<0>();
 #pragma unroll
     for (int b = 0; b < NB; b++) wgmma_pin(acc[b]);
-    __syncwarp();
-    if (lane == 0) mbar_arrive(empty + slot);
+    mbar_arrive(empty + slot);
   }
   pdl_wait();
   // Thread: outputs g and g + 8 of its strip in each block, rows 2 t and 2 t + 1 of every eight.

@@ -209,6 +209,30 @@ fn a_row_that_is_not_finite_and_passes_that_fail_end_nobody_else() {
     drained(&engine);
 }
 
+/// A GPU's float32 mode draws what the host would from the same logits, for streams alone and in company.
+#[test]
+fn tokens_drawn_in_a_gpus_float32_mode_are_the_hosts() {
+    let Some(on) = common::gpu() else { return };
+    for variant in [Variant::Dense, Variant::Moe, Variant::PerLayerInputs] {
+        let runner = common::runner(&tiny_folder(variant), on, setup());
+        assert!(runner.draws(), "{variant:?}: the device draws");
+        let engine = start(runner);
+        // Asking for probabilities leaves the drawing to the host.
+        let request = |i: usize, logprobs| EngineRequest {
+            logprobs,
+            ..drawn(&prompt(4 + i as u64, 11 + 6 * i), 50, 7 + i as u64)
+        };
+        let by_host: Vec<_> = (0..3).map(|i| run(&engine, request(i, Some(0))).tokens).collect();
+        assert!(by_host[0] != by_host[1] && by_host[1] != by_host[2], "{variant:?}: prompts matter");
+        for (i, expected) in by_host.iter().enumerate() {
+            assert_eq!(run(&engine, request(i, None)).tokens, *expected, "{variant:?}: {i} alone");
+        }
+        let pending: Vec<_> = (0..3).map(|i| submit(&engine, request(i, None))).collect();
+        let company: Vec<_> = pending.into_iter().map(|p| p.wait().tokens).collect();
+        assert_eq!(company, by_host, "{variant:?}: in company");
+    }
+}
+
 /// On a GPU, at a real model's sizes: the engine's streams are the stepper's, at the stepper's pace.
 #[cfg(feature = "cuda")]
 #[test]
