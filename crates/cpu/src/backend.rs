@@ -195,6 +195,10 @@ impl Backend for CpuBackend {
         self.maps.extend_from_slice(maps);
     }
 
+    fn reads_later(&self, mat: Mat) -> bool {
+        self.mats.get(mat.0 as usize).is_some_and(|m| m.late().next().is_some())
+    }
+
     fn settle(&mut self) -> Result<()> {
         for late in self.mats.iter().flat_map(Matrix::late) {
             let next = AtomicUsize::new(0);

@@ -174,6 +174,7 @@ fn weights_of_a_file_have_the_bits_of_packed_ones_before_while_and_after_they_ar
                 let mut late = Product::new(fast(threads, level), Some(file.clone()), &views);
                 let memory = late.rig.cpu.memory();
                 assert_eq!((memory.weights, memory.mapped), (bytes.weights, bytes.mapped));
+                assert!(late.rig.cpu.reads_later(late.w) && !packed.rig.cpu.reads_later(packed.w));
                 let check = |late: &mut Product, n: usize, heads: usize| {
                     let what = format!("{level} {k}, {threads} threads, {n} rows");
                     assert_bits(&what, &late.run(n, heads), &all[..n * late.rows]);
@@ -197,6 +198,7 @@ fn weights_of_a_file_have_the_bits_of_packed_ones_before_while_and_after_they_ar
                 assert_bits("looked up in tiles", &late.look_up(9), &rows);
                 let memory = late.rig.cpu.memory();
                 assert_eq!((memory.weights, memory.mapped), (bytes.weights, bytes.mapped));
+                assert!(!late.rig.cpu.reads_later(late.w));
             }
         }
     }
