@@ -129,8 +129,8 @@ impl Late {
                 || (self.allowance.is_left() && self.pack(tile))
         };
         // Both are packed, even if the first is not ready.
-        let packed = (tile..tile + tiles).fold(true, |all, tile| ready(tile) && all);
-        if packed {
+        let packed = (tile..tile + tiles).filter(|&tile| ready(tile)).count();
+        if packed == tiles {
             self.tiles.product(tile, tiles, x, out);
         } else {
             product_from_file(&self.file, self.tiles.packer(), tile, tiles, x, room, out);
