@@ -47,6 +47,9 @@ pub struct CpuOptions {
     /// Matrices of experts that are packed, in the order in which they come; the ones after them stay in the file
     /// and their chosen experts are paged in. `None` for all.
     pub packed_experts: Option<usize>,
+    /// Whether F32, F16, BF16 and FP8 weights stay in the file's pages, which the system can take back and read again. Otherwise
+    /// they move to memory of their own after the first pass; experts, and models some of whose experts stay, never do.
+    pub stay_in_file: bool,
 }
 
 /// The CPU as a device.
@@ -55,6 +58,7 @@ pub struct CpuBackend {
     compute: Compute,
     /// Matrices of experts that are yet to be packed.
     experts_to_pack: usize,
+    stay_in_file: bool,
     maps: Vec<FileMap>,
     slabs: Slabs,
     team: Team,
@@ -63,6 +67,8 @@ pub struct CpuBackend {
     first_pass: Option<Duration>,
     /// Parts of matrices that may not be packed yet.
     late: usize,
+    /// Matrices that may be in a file's pages and are to move, the last first.
+    to_move: Vec<usize>,
     acts: Vec<Buffer>,
     mats: Vec<Matrix>,
     followers: Followers,
@@ -100,12 +106,14 @@ impl CpuBackend {
             isa,
             compute: options.compute,
             experts_to_pack: options.packed_experts.unwrap_or(usize::MAX),
+            stay_in_file: options.stay_in_file || options.packed_experts.is_some(),
             maps: Vec::new(),
             slabs: Slabs::default(),
             team,
             allowance: Arc::default(),
             first_pass: None,
             late: 0,
+            to_move: Vec::new(),
             acts: Vec::new(),
             mats: Vec::new(),
             followers: Followers::default(),
@@ -135,9 +143,23 @@ impl CpuBackend {
     fn keep(&mut self, matrix: Matrix) -> Result<Mat> {
         let handle = Mat(u32::try_from(self.mats.len()).map_err(|_| too_many("matrices"))?);
         self.late += matrix.late().count();
+        if matrix.is_to_move() {
+            self.to_move.push(self.mats.len());
+        }
         self.mats.push(matrix);
         self.followers.push();
         Ok(handle)
+    }
+
+    /// Moves matrices out of the file's pages, for `time` or one matrix longer.
+    fn move_in(&mut self, time: Duration) -> Result<()> {
+        let begun = Instant::now();
+        while begun.elapsed() < time
+            && let Some(index) = self.to_move.pop()
+        {
+            self.mats[index].move_in(&self.team, &self.slabs)?;
+        }
+        Ok(())
     }
 
     /// Makes ordinary ones of matrices that passes have packed.
@@ -213,7 +235,7 @@ impl Backend for CpuBackend {
             })?;
         }
         self.settle_packed();
-        Ok(())
+        self.move_in(Allowance::ALL)
     }
 
     fn pack(&mut self, parts: &[TensorView<'_>], group_rows: usize) -> Result<Mat> {
@@ -224,6 +246,7 @@ impl Backend for CpuBackend {
         } else {
             Matrix::new(self.packing(), parts)?
         };
+        let matrix = if experts || self.stay_in_file { matrix.stay() } else { matrix };
         self.experts_to_pack = self.experts_to_pack.saturating_sub(usize::from(experts));
         if group_rows == 0 || !matrix.rows.is_multiple_of(group_rows) {
             let reason = format!("{} rows are not a whole number of groups of {group_rows}", matrix.rows);
@@ -293,7 +316,11 @@ impl Backend for CpuBackend {
         }
         self.outcome = None;
         self.settle_packed();
-        self.allowance.set(self.time_to_pack(shape));
+        let time = self.time_to_pack(shape);
+        self.allowance.set(time);
+        if self.first_pass.is_some() {
+            self.move_in(time)?;
+        }
         let begun = Instant::now();
         let sync = self.team.sync();
         let best = (0..self.team.workers()).map(|_| Mutex::default()).collect();

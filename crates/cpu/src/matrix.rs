@@ -3,7 +3,8 @@
 //! A part is packed into int8 [tiles](Tiles) where the mode and the format have a kernel for them, [late](Late) where its bytes
 //! lie in a file map that the backend holds. Otherwise it
 //! keeps the bytes of its file format, in place where they lie in a file map that the backend holds, else
-//! copied; a tile of rows is decoded at a time. Experts that are not to be resident stay in the file map too, and a
+//! copied; a tile of rows is decoded at a time. Numbers in F32, F16, BF16 and FP8 [move](Matrix::move_in) from a file's small pages
+//! to huge ones once the first pass is over. Experts that are not to be resident stay in the file map too, and a
 //! tile of rows is packed whenever it is multiplied, which gives the same bits. No rows are held in two forms.
 
 use std::ops::Range;
@@ -55,6 +56,8 @@ pub(crate) struct Matrix {
     pub parts: Vec<Part>,
     /// Whether rows that are about to be used are asked for ahead.
     paged: bool,
+    /// Whether rows in a file map may move to memory of their own.
+    moves: bool,
 }
 
 /// Consecutive rows of a matrix that share a format.
@@ -82,7 +85,7 @@ pub(crate) enum Weights {
 impl Matrix {
     /// Takes over and checks the parts.
     pub fn new(packing: Packing<'_>, parts: &[TensorView<'_>]) -> Result<Matrix> {
-        Matrix::of(parts, |part| {
+        let matrix = Matrix::of(parts, |part| {
             if packing.int8
                 && let Some(packed) = pack(packing, part)?
             {
@@ -90,7 +93,8 @@ impl Matrix {
             }
             in_row_chunks(packing.team, part, |chunk, _| check(chunk))?;
             FileRows::new(part, packing.maps).map(Weights::File)
-        })
+        })?;
+        Ok(Matrix { moves: true, ..matrix })
     }
 
     /// Takes over the parts without reading them where they lie in a file map: experts of a model that is larger than
@@ -106,7 +110,7 @@ impl Matrix {
                 None => Weights::File(file),
             })
         })?;
-        Ok(Matrix { paged: true, ..matrix })
+        Ok(Matrix { paged: true, moves: false, ..matrix })
     }
 
     /// The weights of a matrix of one part.
@@ -133,8 +137,8 @@ impl Matrix {
         let Some(first) = parts.first() else {
             return Err(Error::Tensor { tensor: "matrix".into(), reason: "has no parts".into() });
         };
-        let mut matrix =
-            Matrix { rows: 0, cols: first.cols, parts: Vec::with_capacity(parts.len()), paged: false };
+        let parts_of = Vec::with_capacity(parts.len());
+        let mut matrix = Matrix { rows: 0, cols: first.cols, parts: parts_of, paged: false, moves: false };
         for part in parts {
             if part.cols != first.cols {
                 let reason = format!("has {} columns, {} has {}", part.cols, first.name, first.cols);
@@ -163,6 +167,31 @@ impl Matrix {
             self.parts = std::mem::take(&mut self.parts).into_iter().map(settled).collect();
         }
         self.late().count()
+    }
+
+    /// Whether [`move_in`](Matrix::move_in) has something to move.
+    pub fn is_to_move(&self) -> bool {
+        self.moves
+            && self.parts.iter().any(|p| matches!(&p.weights, Weights::File(file) if file.is_to_move()))
+    }
+
+    /// Moves numbers from a file map to memory on huge pages, which is read at the speed of the memory where small pages
+    /// cost a third of it, and gives back what they took there. Where there is no memory they stay.
+    pub fn move_in(&mut self, team: &Team, slabs: &Slabs) -> Result<()> {
+        for part in self.parts.iter_mut().filter(|_| self.moves) {
+            if let Weights::File(file) = &mut part.weights
+                && file.is_to_move()
+            {
+                file.move_in(team, slabs)?;
+            }
+        }
+        self.moves = false;
+        Ok(())
+    }
+
+    /// Lets rows stay where they are.
+    pub fn stay(self) -> Matrix {
+        Matrix { moves: false, ..self }
     }
 
     /// Bytes owned.
@@ -521,6 +550,28 @@ impl FileRows {
         let (name, rows, cols, format) = (view.name.clone(), view.rows, view.cols, view.format);
         let view = TensorView { name, rows, cols, format, bytes, scales };
         Ok(FileRows { view, codes, block_scales })
+    }
+
+    /// Whether these are numbers, without scales of their own rows or blocks of the file, inside a map.
+    fn is_to_move(&self) -> bool {
+        matches!(self.view.format, Format::F32 | Format::F16 | Format::Bf16 | Format::Fp8E4M3)
+            && self.codes.mapped() > 0
+    }
+
+    fn move_in(&mut self, team: &Team, slabs: &Slabs) -> Result<()> {
+        let Ok(own) = slabs.zeroed(self.view.bytes.len(), &self.view.name) else { return Ok(()) };
+        in_row_chunks(team, &self.view, |chunk, rows| {
+            let at = rows.start * self.view.row_bytes();
+            // SAFETY: chunks are different rows of a block as long as all of them, which nobody else has yet.
+            let to = unsafe { std::slice::from_raw_parts_mut(own.start().add(at), chunk.bytes.len()) };
+            to.copy_from_slice(chunk.bytes);
+            self.codes.release(chunk.bytes);
+            Ok(())
+        })?;
+        self.codes = Bytes::Owned(own);
+        // SAFETY: as in `new`; nobody has the view's old bytes any more.
+        self.view.bytes = unsafe { self.codes.lend() };
+        Ok(())
     }
 
     /// The rows.

@@ -304,3 +304,43 @@ fn only_experts_that_are_chosen_are_packed() {
     assert!((0..experts).any(|e| !chosen(e)), "an expert is left out");
     assert_eq!(file.released(), wanted);
 }
+
+/// Numbers leave the file's pages once the first pass is over, and stay there where they are asked to, as tables and experts do.
+#[test]
+fn numbers_move_out_of_the_file_after_the_first_pass() {
+    let k = 160;
+    let formats = [(Format::Bf16, 1205), (Format::F16, 37), (Format::F32, 21), (Format::Fp8E4M3, 19)];
+    for level in levels() {
+        let parts: Vec<_> = formats.iter().map(|&(format, rows)| weights(format, rows, k, 31)).collect();
+        let views: Vec<_> = parts.iter().map(|p| p.view("part")).collect();
+        for compute in [Compute::Fast, Compute::F32] {
+            let options = |threads| CpuOptions { compute, ..fast(threads, level) };
+            let mut copied = Product::new(options(2), None, &views);
+            let (all, rows) = (copied.run(65, 1), copied.look_up(9));
+            for (threads, stay_in_file, at_once) in [(1, false, false), (3, false, true), (2, true, false)] {
+                let (file, places) = file_of(&parts);
+                let views: Vec<_> = parts.iter().zip(&places).map(|(p, at)| in_file(p, &file, at)).collect();
+                let options = CpuOptions { stay_in_file, ..options(threads) };
+                let mut late = Product::new(options, Some(file.clone()), &views);
+                let first = in_file(&parts[0], &file, &places[0]);
+                let table = late.rig.cpu.pack_rows(&first).expect("a valid matrix");
+                let experts = late.rig.cpu.pack(&[first.slice_rows(0, 1200)], 400).expect("a valid matrix");
+                let before = late.rig.cpu.memory();
+                let all_moves = !stay_in_file;
+                for (pass, n) in [65, 3, 1, 2, 5, 1, 33].into_iter().enumerate() {
+                    if pass == 1 && at_once {
+                        late.rig.cpu.settle().expect("the team runs");
+                    }
+                    let what = format!("{level} {compute:?} pass {pass}");
+                    assert_bits(&what, &late.run(n, usize::from(!at_once)), &all[..n * late.rows]);
+                    assert_eq!(file.is_released(), all_moves && pass > 0, "{what}");
+                }
+                assert_bits("looked up", &late.look_up(9), &rows);
+                let (after, moved) = (late.rig.cpu.memory(), if all_moves { file.bytes.len() } else { 0 });
+                assert_eq!(after.weights, before.weights + moved);
+                assert_eq!(after.mapped, before.mapped - moved);
+                let _ = (table, experts);
+            }
+        }
+    }
+}
