@@ -26,7 +26,8 @@ constexpr int OWN_S = 2;   // strips of a warp
 
 // Mirrored by PerLayerArgs in src/kernels/per_layer.rs.
 struct PerLayerArgs {
-  float* x;
+  const float* x;
+  float* x_out;
   Branch y;
   const float* post;
   const uint8_t* gate;
@@ -260,7 +261,7 @@ template <class F> __device__ __forceinline__ void per_layer_body(const PerLayer
 #pragma unroll
   for (int j = 0; j < OWN_J; j++) {
     const int c = 4 * (lane + 32 * j);
-    if (c < outputs) *(float4*)(a.x + base + c) = v[j];
+    if (c < outputs) *(float4*)(a.x_out + base + c) = v[j];
   }
   mbar_wait(there + 2, 0);  // also where nothing is normed: a block stays until all have stored to it
   float q = 1.f;

@@ -17,7 +17,8 @@ namespace cg = cooperative_groups;
 //   outs[i] = rms(v; gain_i) in bf16 or float32, or v itself in bf16
 // Mirrored by ResidualArgs in src/kernels/producers.rs.
 struct ResidualArgs {
-  float* x;
+  const float* x;
+  float* x_out;          // x, or where it goes on
   Branch y, z;
   const float* post;
   NormOut outs[3];
@@ -71,13 +72,12 @@ extern "C" __global__ void __launch_bounds__(256) residual(const __grid_constant
     if (z_on) {
       float s[2] = {dot4(v), dot4(z)};
       row_sums(cl, s, red);  // 0 and 1
-      v = add4(scale4(v, 1.f / sqrtf(s[0] * inv + a.eps), gy), scale4(z, 1.f / sqrtf(s[1] * inv + a.eps), gz));
+      v = add4(scale4(v, rms_factor(s[0], inv, a.eps), gy), scale4(z, rms_factor(s[1], inv, a.eps), gz));
     }
     float s[1] = {dot4(v)};
     row_sums(cl, s, red + 128);
-    x = add4(x, scale4(v, 1.f / sqrtf(s[0] * inv + a.eps), gp));
-    x = make_float4(x.x * a.scalar, x.y * a.scalar, x.z * a.scalar, x.w * a.scalar);
-    if (on) *(float4*)(a.x + (size_t)r * a.ld_x + at) = x;
+    x = join4(x, v, rms_factor(s[0], inv, a.eps), gp, a.scalar);
+    if (on) *(float4*)(a.x_out + (size_t)r * a.ld_x + at) = x;
   }
   float s[1] = {dot4(x)};
   row_sums(cl, s, red + 192);

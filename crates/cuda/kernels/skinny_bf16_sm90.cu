@@ -4,3 +4,5 @@
 
 SKINNY_FORM(bf16, Bf16, 1, 5)
 SKINNY_TWO_STRIPS(bf16, Bf16, 1, 2)
+SKINNY_AFTER(skinny_bf16_after_2, Bf16, 1, 5, 2)
+SKINNY_AFTER(skinny_bf16_after_3, Bf16, 1, 5, 3)

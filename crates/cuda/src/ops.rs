@@ -43,6 +43,8 @@ pub(crate) struct CudaOps<'a> {
     pub routed: bool,
     /// Width of the queries that the last layer left; 0 for none.
     pub query_width: usize,
+    /// Where the residual is, when its buffer still holds what it was before.
+    pub residual: Option<crate::driver::DevPtr>,
 }
 
 impl<'a> CudaOps<'a> {
@@ -57,6 +59,7 @@ impl<'a> CudaOps<'a> {
             planes: Vec::new(),
             routed: false,
             query_width: 0,
+            residual: None,
         }
     }
 

@@ -41,9 +41,11 @@ pub(crate) enum Piece {
     Counters,
     /// Inputs of a product in the order in which its kernel reads them.
     Arranged,
+    /// The residual of one row, while blocks still read what it was.
+    Residual,
 }
 
-const PIECES: usize = 15;
+const PIECES: usize = 16;
 
 /// All pieces.
 #[derive(Debug)]

@@ -33,6 +33,7 @@ impl Bench {
                 };
                 let close = Residual {
                     x: self.out.ptr(),
+                    x_out: self.out.ptr(),
                     x_stride: width,
                     rows,
                     width,

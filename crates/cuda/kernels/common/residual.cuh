@@ -18,6 +18,11 @@ struct NormOut {
 __device__ __forceinline__ float4 add4(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
 __device__ __forceinline__ float4 scale4(float4 a, float s, float4 g) { return make_float4(a.x * s * g.x, a.y * s * g.y, a.z * s * g.z, a.w * s * g.w); }
 
+// (x + y * factor * gain) * scalar, fused by name.
+__device__ __forceinline__ float4 join4(float4 x, float4 y, float f, float4 g, float scalar) {
+  return make_float4(fmaf(y.x * f, g.x, x.x) * scalar, fmaf(y.y * f, g.y, x.y) * scalar, fmaf(y.z * f, g.z, x.z) * scalar, fmaf(y.w * f, g.w, x.w) * scalar);
+}
+
 // The squares of a row of the residual are added up in one order by every kernel that norms it, so that a row that is normed by itself, after it was
 // steered, has the bits of one that is normed where it was made: four neighbours (dot4), strips of 16 (strip_sum), parts of 128 (part_sum, or
 // part_of_strips where the strips were made elsewhere), then the parts, of which a warp takes two a lane (part_at): v[lane] + v[lane + 32], warp_sum.

@@ -18,6 +18,7 @@
 // place of bulk copies (31B head bf16 85 against 101 %), a block barrier for the sums, 16 consumer warps, three blocks a multiprocessor.
 #pragma once
 #include "forms.cuh"
+#include "prologue.cuh"
 #include "router.cuh"
 
 enum Mode { DENSE, EXPERT_UP, EXPERT_DOWN };
@@ -55,6 +56,12 @@ struct RoutedArgs {
   int router_blocks, pad;
 };
 
+// A gated product of one row, and the residual step that makes its x. Mirrored by AfterArgs in src/kernels/prologue.rs.
+struct AfterArgs {
+  SkinnyArgs product;
+  PrologueArgs before;
+};
+
 extern __shared__ __align__(128) uint8_t sm[];
 
 __device__ __forceinline__ void consumers_sync() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
@@ -69,9 +76,9 @@ template <class F, int CW, int NS, int MS, int NT> __host__ __device__ constexpr
 }
 
 // The blocks of a launch that share its units out: this one's number among them, and how many they are. `side` is a plain product beside chosen
-// experts (below); it and the number of its jobs are read by EXPERT_UP alone.
-template <class F, int CW, int NS, int MS, int NT, bool XS, Mode MODE>
-__device__ __forceinline__ void skinny_body(const SkinnyArgs& a, int u0, int ustep, const SkinnyArgs& side, int side_jobs) {
+// experts (below); it and the number of its jobs are read by EXPERT_UP alone. AFTER: fours of a thread of the residual step `before`, 0 for none.
+template <class F, int CW, int NS, int MS, int NT, bool XS, Mode MODE, int AFTER = 0>
+__device__ __forceinline__ void skinny_body(const SkinnyArgs& a, int u0, int ustep, const SkinnyArgs& side, int side_jobs, const PrologueArgs& before = {}) {
   constexpr int STAGE = 8 * CW * MS * F::CB, PIECES = F::KC / 64, SETS = MS * NT == 1 ? 2 : 1;  // two sets of sums where one would be a chain
   constexpr int SCALES = 8 * CW * MS * 16;  // EXPERT_DOWN: row scales of a stage, 16 for each strip of each expert in it
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
@@ -181,6 +188,8 @@ __device__ __forceinline__ void skinny_body(const SkinnyArgs& a, int u0, int ust
   };
   const int main_run = all_gated ? unit_strips >> 1 : unit_strips;
   if (MODE == DENSE && u0 < per_group) fetch_scales(false, 0, u0 * main_run, main_run, 0);
+  Prologue<AFTER ? AFTER : 1> prologue;
+  if (AFTER) prologue.gains(before);
   pdl_wait();
   int n_groups = 1, my_id = 0;
   float4 my_weight[2];
@@ -229,8 +238,16 @@ __device__ __forceinline__ void skinny_body(const SkinnyArgs& a, int u0, int ust
         for (int j = 0; j < 8; j++) if (at[j] >= 0) *(uint4*)(to + at[j]) = prescale<F>(w[j]);
       }
     };
-    if (n_side) stage(side_xs, side.x, side.ldx, side.k, side_c0 * F::KC, side_kx);
-    stage(xs, a.x, a.ldx, a.k, c0_all * F::KC, kx);
+    if (AFTER) {  // the one row is made here, whole: there is one plane
+      for (int i = a.k + 8 * threadIdx.x; i < kx; i += 8 * 256) *(uint4*)(xs + i) = make_uint4(0, 0, 0, 0);
+      prologue.run(before, (float*)(xs + kx + 8), u0 == 0, consumers_sync, [&](int i, uint2 v) {
+        const uint4 w = prescale<F>(make_uint4(v.x, v.y, 0, 0));
+        *(uint2*)(xs + i) = make_uint2(w.x, w.y);
+      });
+    } else {
+      if (n_side) stage(side_xs, side.x, side.ldx, side.k, side_c0 * F::KC, side_kx);
+      stage(xs, a.x, a.ldx, a.k, c0_all * F::KC, kx);
+    }
   }
   if (MODE == EXPERT_UP) {
     if (threadIdx.x < MAX_GROUPS) ids[threadIdx.x] = my_id;
@@ -385,6 +402,10 @@ __device__ __forceinline__ void skinny_body(const SkinnyArgs& a, int u0, int ust
 #define SKINNY(NAME, F, CW, NS, MS, NT, XS, MODE)                                                  \
   extern "C" __global__ void __launch_bounds__(288, 2) NAME(const __grid_constant__ SkinnyArgs a) { \
     skinny_body<F, CW, NS, MS, NT, XS, MODE>(a, blockIdx.x, gridDim.x, a, 0);                       \
+  }
+#define SKINNY_AFTER(NAME, F, CW, NS, J)                                                                     \
+  extern "C" __global__ void __launch_bounds__(288, 2) NAME(const __grid_constant__ AfterArgs p) {           \
+    skinny_body<F, CW, NS, 1, 1, true, DENSE, J>(p.product, blockIdx.x, gridDim.x, p.product, 0, p.before);  \
   }
 #define SKINNY_UP(NAME, F, CW, NS, NT, XS)                                                               \
   extern "C" __global__ void __launch_bounds__(288, 2) NAME(const __grid_constant__ UpArgs p) {           \

@@ -9,6 +9,7 @@ use crate::driver::DevPtr;
 use crate::kernels::gemm_wide;
 use crate::kernels::hooks::Source;
 use crate::kernels::producers::{self, Argmax, Branch, NormOut};
+use crate::kernels::prologue;
 use crate::kernels::skinny_gemm::{self, Gate, Linear, MAX_PLANES, MAX_ROWS, Output, Weights};
 use crate::ops::CudaOps;
 use crate::pack::{Form, PackedShape};
@@ -86,6 +87,7 @@ impl Step {
             Step::Experts { out, x, routes, .. } => (vec![*x, *routes], vec![*out]),
             Step::PerLayer(p) => uses_of(&p.parts()),
             Step::Heads(h) => uses_of(&h.parts()),
+            Step::NormedGated(both) => uses_of(&both[..]),
             Step::GatedRouter(both) | Step::LinearExperts(both) => uses_of(&both[..]),
             Step::TapBranches { y, z, .. } => (vec![y.0, z.0], vec![]),
         }
@@ -143,6 +145,10 @@ impl CudaOps<'_> {
             Step::Heads(h) => match self.finishes_in_attention(h) {
                 true => self.verb(|s| s.finish_and_attend(h)),
                 false => self.apart(&h.parts(), later),
+            },
+            Step::NormedGated(both) => match self.norms_in_product(both) {
+                Some((residual, gated)) => self.verb(|s| s.norm_and_gate(&residual, gated)),
+                None => self.apart(&both[..], later),
             },
             Step::GatedRouter(both) => match self.gates_beside_router(both, later) {
                 Some((gated, router)) => self.verb(|s| s.gated_and_router(gated, router)),
@@ -230,6 +236,9 @@ impl CudaOps<'_> {
             {
                 MAX_PLANES
             }
+            Some(Step::NormedGated(both)) if matches!(&both[0], Step::Residual(r) if r.y.is_some_and(|y| y.0 == out)) => {
+                MAX_PLANES
+            }
             Some(Step::PerLayer(p)) if p.first.y.is_some_and(|y| y.0 == out) => MAX_PLANES,
             Some(Step::Verb(Verb::QkvFinish(qkv, spec))) if *qkv == out && self.fast_heads(spec.head_dim) => {
                 MAX_PLANES
@@ -283,7 +292,34 @@ impl CudaOps<'_> {
         self.copy_out(point, first?, Some((second?, y.1.eps)), width)
     }
 
+    /// The two parts of a [`Step::NormedGated`] that one kernel carries out.
+    fn norms_in_product(&self, both: &[Step; 2]) -> Option<(Residual, GatedVerb)> {
+        let [Step::Residual(r), Step::Verb(Verb::Gated { out, x, w, f, .. })] = both else { return None };
+        let verb = GatedVerb { out: *out, x: *x, w: *w, f: *f };
+        let fits = self.rows == 1
+            && self.gates_in_product(*out, *x, *w)
+            && prologue::choice(self.one_run(*w)?.shape, self.multiprocessors()).is_some();
+        fits.then(|| (r.clone(), verb))
+    }
+
+    fn norm_and_gate(&mut self, r: &Residual, verb: GatedVerb) -> Result<()> {
+        let mut before = self.residual_call(r)?;
+        before.x_out = self.on.workspace.get(Piece::Residual, &self.on.stream, before.width * 4)?;
+        let call = self.gated_call(verb)?;
+        // SAFETY: widths agree, gains are as wide as the residual, and both of its places hold a row.
+        unsafe { prologue::gated(self.on.queue(), &before, &call)? };
+        self.residual = Some(before.x_out);
+        Ok(())
+    }
+
     fn residual(&mut self, r: &Residual) -> Result<()> {
+        let call = self.residual_call(r)?;
+        // SAFETY: every buffer holds the rows of every uploaded batch, and gains are as wide as they.
+        unsafe { Ok(producers::residual(self.on.queue(), &call)?) }
+    }
+
+    /// The call of a step around the residual, which is back in its buffer after it.
+    fn residual_call(&mut self, r: &Residual) -> Result<producers::Residual> {
         let x = self.act(r.x);
         let width = x.width as usize;
         let gain = |s: &Self, norm: Norm| s.gain(norm.gain, width);
@@ -302,8 +338,9 @@ impl CudaOps<'_> {
             *to = NormOut { p: a.ptr, gain, stride: a.stride, bf16: a.bf16 };
         }
         let any = r.y.map(|y| y.1).or(r.outs.iter().find_map(|o| o.1));
-        let call = producers::Residual {
-            x: x.ptr,
+        Ok(producers::Residual {
+            x: self.residual.take().unwrap_or(x.ptr),
+            x_out: x.ptr,
             x_stride: x.stride as usize,
             rows: self.rows,
             width,
@@ -313,9 +350,7 @@ impl CudaOps<'_> {
             scalar: r.scalar,
             eps: any.map_or(0.0, |n| n.eps),
             outs,
-        };
-        // SAFETY: every buffer holds the rows of every uploaded batch, and gains are as wide as they.
-        unsafe { Ok(producers::residual(self.on.queue(), &call)?) }
+        })
     }
 
     /// The one run of a matrix that is packed in one form.

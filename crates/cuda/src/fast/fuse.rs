@@ -26,6 +26,8 @@ pub(crate) enum Step {
     Experts { out: Act, x: Act, routes: Act, spec: ExpertSpec },
     /// The per-layer branch with the residual steps before and behind it.
     PerLayer(Box<PerLayer>),
+    /// The step before a gated product, and the product.
+    NormedGated(Box<[Step; 2]>),
     /// A gated product, and the router that reads other inputs.
     GatedRouter(Box<[Step; 2]>),
     /// A product, and experts that read other inputs.
@@ -157,7 +159,36 @@ pub(crate) fn fuse(verbs: Vec<Verb>, fits: &dyn Fn(Act) -> bool) -> Vec<Step> {
         };
         steps.push(step);
     }
-    join_routed(join_per_layer(steps))
+    join_normed(join_routed(join_per_layer(steps)))
+}
+
+/// Joins the step that makes a gated product's input alone with the product, where the residual is touched next by a step that something joins
+/// it in: that reads it from where this one leaves it. Marks move before both.
+fn join_normed(mut steps: Vec<Step>) -> Vec<Step> {
+    let is_mark = |s: &Step| matches!(s, Step::Verb(Verb::Mark(_)));
+    // From the end, so that what is left to do keeps its place.
+    for at in (0..steps.len()).rev() {
+        let Step::Residual(first) = &steps[at] else { continue };
+        let Some(next) = (at + 1..steps.len()).find(|&i| !is_mark(&steps[i])) else { continue };
+        let Step::Verb(Verb::Gated { x, .. }) = steps[next] else { continue };
+        let goes_on = steps[next + 1..].iter().find(|s| {
+            let (reads, writes) = s.uses();
+            reads.contains(&first.x) || writes.contains(&first.x)
+        });
+        let joins = match goes_on {
+            Some(Step::Residual(r)) => r.x == first.x && r.y.is_some(),
+            Some(Step::PerLayer(p)) => p.first.x == first.x,
+            _ => false,
+        };
+        let alone = first.y.is_some() && first.branches.is_none();
+        let one = matches!(first.outs[..], [(out, Some(_))] if out == x);
+        if alone && one && joins && is_dead(x, &steps[next + 1..]) {
+            let gated = steps.remove(next);
+            let residual = steps.remove(at);
+            steps.insert(next - 1, Step::NormedGated(Box::new([residual, gated])));
+        }
+    }
+    steps
 }
 
 /// Joins the router with the dense branch's gate and up, and that branch's last product with the experts: the later of two

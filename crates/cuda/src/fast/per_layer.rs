@@ -67,7 +67,8 @@ impl CudaOps<'_> {
             out_eps = norm.map_or(0.0, |n| n.eps);
         }
         let call = Call {
-            x: x.ptr,
+            x: self.residual.take().unwrap_or(x.ptr),
+            x_out: x.ptr,
             width,
             y: self.branch(first, DevPtr::NULL),
             post: (self.gain(post.gain, width)?, post.eps),

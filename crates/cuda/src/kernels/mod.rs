@@ -17,6 +17,7 @@ pub mod per_layer;
 pub mod probe;
 pub mod producers;
 pub mod product;
+pub mod prologue;
 pub mod route;
 pub mod rows;
 pub mod skinny_experts;

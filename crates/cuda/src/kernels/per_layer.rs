@@ -20,6 +20,8 @@ const BLOCKS: usize = 16;
 pub struct PerLayer {
     /// The row, float32.
     pub x: DevPtr,
+    /// Where it goes on: `x`, or elsewhere.
+    pub x_out: DevPtr,
     /// Its values.
     pub width: usize,
     /// The branch that joins first.
@@ -48,6 +50,7 @@ pub struct PerLayer {
 #[repr(C)]
 struct PerLayerArgs {
     x: DevPtr,
+    x_out: DevPtr,
     y: Branch,
     post: DevPtr,
     gate: DevPtr,
@@ -144,6 +147,7 @@ pub unsafe fn per_layer(queue: Queue<'_>, call: &PerLayer) -> Result<()> {
     }
     let args = PerLayerArgs {
         x: call.x,
+        x_out: call.x_out,
         y: call.y,
         post: call.post.0,
         gate: call.gate.strips,

@@ -71,7 +71,9 @@ impl NormOut {
 pub struct Residual {
     /// float32 `[rows][x_stride]`.
     pub x: DevPtr,
-    /// Values from row to row of `x`.
+    /// Where the residual goes on: `x`, or rows elsewhere.
+    pub x_out: DevPtr,
+    /// Values from row to row of both.
     pub x_stride: usize,
     /// Rows.
     pub rows: usize,
@@ -95,6 +97,7 @@ pub struct Residual {
 #[repr(C)]
 struct ResidualArgs {
     x: DevPtr,
+    x_out: DevPtr,
     y: Branch,
     z: Branch,
     post: DevPtr,
@@ -129,6 +132,7 @@ pub unsafe fn residual(queue: Queue<'_>, call: &Residual) -> Result<()> {
     }
     let args = ResidualArgs {
         x: call.x,
+        x_out: call.x_out,
         y: call.y,
         z: call.z,
         post: call.post,

@@ -14,6 +14,7 @@ mod pair;
 mod per_layer;
 mod probe;
 mod producers;
+mod prologue;
 mod skinny_experts;
 mod skinny_gemm;
 

@@ -56,6 +56,7 @@ fn branch(lab: &Lab, format: Format, scaling: Scaling, width: usize, planes: usi
         lab.poison(&copy);
         let call = PerLayer {
             x: device_x.ptr(),
+            x_out: device_x.ptr(),
             width,
             y: Branch {
                 p: device_y.ptr(),
@@ -81,6 +82,7 @@ fn branch(lab: &Lab, format: Format, scaling: Scaling, width: usize, planes: usi
         let [first, second] = outs(&apart, &apart_copy);
         let alone = Residual {
             x: device_x.ptr(),
+            x_out: device_x.ptr(),
             x_stride: stride,
             rows,
             width,
@@ -188,6 +190,7 @@ fn shapes_that_the_branch_does_not_take_are_refused_by_name() {
     let nowhere = DevPtr::NULL;
     let call = PerLayer {
         x: nowhere,
+        x_out: nowhere,
         width: 512,
         y: Branch::NONE,
         post: (nowhere, EPS),

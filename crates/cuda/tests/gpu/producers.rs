@@ -49,6 +49,7 @@ fn the_residual_takes_branches_and_goes_on_normed() {
                 let device_x = lab.f32(&x);
                 let call = Residual {
                     x: device_x.ptr(),
+                    x_out: device_x.ptr(),
                     x_stride: stride,
                     rows,
                     width,

@@ -222,3 +222,37 @@ fn a_buffer_in_use_is_not_written_early() {
     assert!(matches!(&steps[0], Step::Residual(r) if r.outs.is_empty()));
     assert_eq!(steps.len(), 3);
 }
+
+#[test]
+fn a_gated_products_input_is_made_in_it_where_the_residual_is_touched_next_by_a_step() {
+    let verbs = || {
+        let [hidden, raw] = [5, 6].map(Act);
+        vec![
+            Verb::NormAdd(X, Y, norm(0)),
+            Verb::RmsNorm(IN, X, norm(1)),
+            Verb::Mark(Phase::Mlp),
+            Verb::Gated { out: hidden, gate_up: raw, x: IN, w: Mat(0), f: Activation::GeluTanh },
+            Verb::Linear(Y, hidden, Mat(1)),
+            Verb::NormAdd(X, Y, norm(2)),
+        ]
+    };
+    let steps = fused(verbs());
+    let [Step::Verb(Verb::Mark(_)), Step::NormedGated(both), Step::Verb(_), Step::Residual(last)] =
+        &steps[..]
+    else {
+        panic!("{steps:?}")
+    };
+    assert!(matches!(&both[0], Step::Residual(r) if r.outs == [(IN, Some(norm(1)))]));
+    assert_eq!((both[0].uses().1.contains(&X), last.x), (true, X));
+    // A tap of the residual, a second reader of what is made, an end without another step.
+    let mut tapped = verbs();
+    tapped.insert(1, Verb::Tap(TapPoint::LayerOut(0), X));
+    let mut read = verbs();
+    read.push(Verb::Cast(Z, IN));
+    let mut ends = verbs();
+    ends[5] = Verb::RmsNorm(Z, X, norm(3));
+    for verbs in [tapped, read, ends] {
+        let steps = fused(verbs);
+        assert!(!steps.iter().any(|s| matches!(s, Step::NormedGated(_))), "{steps:?}");
+    }
+}
