@@ -13,12 +13,13 @@ use lapidary_ops::{
 
 use crate::ahead::Followers;
 use crate::buffers::Buffer;
+use crate::file_rows::Maps;
 use crate::int8;
 use crate::kv::{self, KvPools, Side};
 use crate::late::Allowance;
 use crate::level::{Isa, Level};
 use crate::linear::X_BLOCK;
-use crate::matrix::{Maps, Matrix, Packing};
+use crate::matrix::{Matrix, Packing};
 use crate::memory::Slabs;
 use crate::ops::CpuOps;
 use crate::pass::{Pass, Scratch, Upload, Workspace};

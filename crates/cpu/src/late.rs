@@ -15,10 +15,11 @@ use std::sync::atomic::{AtomicI64, AtomicU8, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::decode::decode_row;
+use crate::file_rows::FileRows;
 use crate::int8::activations::QuantRows;
 use crate::int8::tiles::{Packer, Tiles};
 use crate::level::Isa;
-use crate::matrix::{CHUNK_BYTES, CHUNK_OF, FileRows};
+use crate::matrix::{CHUNK_BYTES, CHUNK_OF};
 use crate::memory::Grow;
 
 /// What the pass that runs may spend on packing for good, in nanoseconds of all workers.
@@ -186,9 +187,9 @@ mod tests {
     use lapidary_ops::FileMap;
 
     use super::*;
+    use crate::file_rows::Maps;
     use crate::int8::PAIR;
     use crate::int8::activations::{quantise, row_bytes, split_row};
-    use crate::matrix::Maps;
     use crate::memory::{Aligned, Slabs};
 
     #[test]

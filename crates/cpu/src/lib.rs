@@ -19,6 +19,7 @@ mod buffers;
 mod cores;
 mod crowd;
 mod decode;
+mod file_rows;
 pub mod footprint;
 mod int8;
 mod kv;

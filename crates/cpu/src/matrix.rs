@@ -12,14 +12,15 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use lapidary_formats::{Format, Scales, TensorView};
-use lapidary_ops::{Error, FileMap, Result};
+use lapidary_ops::{Error, Result};
 
 use crate::decode::decode_row;
+use crate::file_rows::{FileRows, Maps, find};
 use crate::int8::activations::QuantRows;
 use crate::int8::tiles::{Packer, Tiles};
 use crate::late::{Allowance, Late, product_from_file};
 use crate::level::Isa;
-use crate::memory::{Aligned, Grow, Slabs};
+use crate::memory::{Grow, Slabs};
 use crate::team::Team;
 
 /// What taking over a matrix needs of its backend.
@@ -33,16 +34,6 @@ pub(crate) struct Packing<'a> {
     /// What passes may spend on packing.
     pub allowance: &'a Arc<Allowance>,
     pub maps: Maps<'a>,
-}
-
-/// The file maps that the backend holds.
-#[derive(Clone, Copy)]
-pub(crate) struct Maps<'a>(pub &'a [FileMap]);
-
-impl std::fmt::Debug for Maps<'_> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{} maps", self.0.len())
-    }
 }
 
 /// A matrix of stacked parts, `[rows, cols]` = `[outputs, inputs]`.
@@ -250,7 +241,7 @@ impl Weights {
     /// Outputs.
     pub fn rows(&self) -> usize {
         match self {
-            Weights::File(file) | Weights::Paged(file, _) => file.view.rows,
+            Weights::File(file) | Weights::Paged(file, _) => file.view().rows,
             Weights::Tiles(tiles) => tiles.rows,
             Weights::Late(late) => late.rows(),
         }
@@ -259,9 +250,9 @@ impl Weights {
     /// Inputs.
     pub fn cols(&self) -> usize {
         match self {
-            Weights::File(file) | Weights::Paged(file, _) => file.view.cols,
+            Weights::File(file) | Weights::Paged(file, _) => file.view().cols,
             Weights::Tiles(tiles) => tiles.cols(),
-            Weights::Late(late) => late.file.view.cols,
+            Weights::Late(late) => late.file.view().cols,
         }
     }
 
@@ -282,7 +273,7 @@ impl Weights {
 
     /// Whether they are kept in a form that is exact in bf16.
     pub fn is_half(&self) -> bool {
-        matches!(self, Weights::File(file) if matches!(file.view.format, Format::Bf16 | Format::Fp8E4M3))
+        matches!(self, Weights::File(file) if matches!(file.view().format, Format::Bf16 | Format::Fp8E4M3))
     }
 
     /// The packed tiles from that of row `row` on; nothing where not all of these weights are packed.
@@ -291,14 +282,14 @@ impl Weights {
     }
 
     /// The scales beside the codes of the file's format.
-    pub fn scales(&self) -> Option<&Scales<'static>> {
-        if let Weights::File(file) = self { Some(&file.view.scales) } else { None }
+    pub fn scales(&self) -> Option<&Scales<'_>> {
+        if let Weights::File(file) = self { Some(&file.view().scales) } else { None }
     }
 
     /// Decodes row `row` exactly.
     pub fn decode_row(&self, isa: Isa, row: usize, out: &mut [f32]) {
         match self {
-            Weights::File(file) | Weights::Paged(file, _) => decode_row(isa, &file.view, row, out),
+            Weights::File(file) | Weights::Paged(file, _) => decode_row(isa, file.view(), row, out),
             Weights::Tiles(tiles) => tiles.decode_row(row, out),
             Weights::Late(late) => late.decode_row(isa, row, out),
         }
@@ -334,7 +325,8 @@ impl Weights {
     /// # Safety
     /// Every bit pattern is a `T`, and `T` is what a little-endian machine has in memory for `format`.
     pub unsafe fn in_place<T>(&self, format: Format, first: usize, rows: usize) -> Option<&[T]> {
-        let Weights::File(FileRows { view, .. }) = self else { return None };
+        let Weights::File(file) = self else { return None };
+        let view = file.view();
         if view.format != format || cfg!(target_endian = "big") {
             return None;
         }
@@ -383,7 +375,7 @@ pub(crate) const CHUNK_OF: usize = 16;
 pub(crate) const CHUNK_BYTES: usize = 1 << 18;
 
 /// Runs `f` on all rows of `view` in chunks, on the whole team; the error of the first chunk that has one.
-fn in_row_chunks(
+pub(crate) fn in_row_chunks(
     team: &Team,
     view: &TensorView<'_>,
     f: impl Fn(&TensorView<'_>, Range<usize>) -> Result<()> + Sync,
@@ -437,181 +429,4 @@ fn is_sliceable(view: &TensorView<'_>) -> bool {
 /// Formats whose scales must come beside the codes.
 fn takes_scales(format: Format) -> bool {
     matches!(format, Format::Fp8E4M3 | Format::Nvfp4 | Format::Int4G32)
-}
-
-/// Rows in the bytes of their file format.
-#[derive(Debug)]
-pub(crate) struct FileRows {
-    /// Points into `codes` and `block_scales`, which live and stay where they are as long as this does.
-    view: TensorView<'static>,
-    codes: Bytes,
-    block_scales: Bytes,
-}
-
-/// Bytes that stay where they are.
-enum Bytes {
-    Owned(Aligned),
-    /// Inside a file map, which is kept alive.
-    Mapped {
-        map: FileMap,
-        start: *const u8,
-        len: usize,
-    },
-}
-
-// SAFETY: mapped bytes are only read, and the map behind the pointer is itself `Send` and `Sync`.
-unsafe impl Send for Bytes {}
-// SAFETY: as above.
-unsafe impl Sync for Bytes {}
-
-impl std::fmt::Debug for Bytes {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Bytes::Owned(own) => write!(f, "{} bytes", own.len()),
-            Bytes::Mapped { len, .. } => write!(f, "{len} mapped bytes"),
-        }
-    }
-}
-
-/// The map that holds `bytes`.
-fn find(maps: Maps<'_>, bytes: &[u8]) -> Option<FileMap> {
-    let at = bytes.as_ptr_range();
-    let holds = |map: &&FileMap| {
-        let all = (***map).as_ref().as_ptr_range();
-        all.start <= at.start && at.end <= all.end
-    };
-    if bytes.is_empty() { None } else { maps.0.iter().find(holds).map(Arc::clone) }
-}
-
-impl Bytes {
-    /// `bytes` in place where a map holds them, else a copy.
-    fn of(bytes: &[u8], maps: Maps<'_>, what: &str) -> Result<Bytes> {
-        match find(maps, bytes) {
-            Some(map) => Ok(Bytes::Mapped { map, start: bytes.as_ptr(), len: bytes.len() }),
-            None => Aligned::copy_of(bytes, what).map(Bytes::Owned),
-        }
-    }
-
-    /// Asks the system to bring `bytes`, part of these, into memory if they are mapped.
-    fn want(&self, bytes: &[u8]) {
-        if let Bytes::Mapped { map, .. } = self {
-            map.want(bytes);
-        }
-    }
-
-    /// # Safety
-    /// The slice is not used after `self` is dropped.
-    unsafe fn lend(&self) -> &'static [u8] {
-        match self {
-            // SAFETY: `Aligned` memory never moves and is not written after the copy; the caller answers for
-            // the lifetime.
-            Bytes::Owned(own) => unsafe { std::slice::from_raw_parts(own.start().cast_const(), own.len()) },
-            // SAFETY: the map is kept alive and lends its bytes unchanged; the caller answers for the lifetime.
-            Bytes::Mapped { start, len, .. } => unsafe { std::slice::from_raw_parts(*start, *len) },
-        }
-    }
-
-    /// Lets the system take back the memory of `bytes`, part of these, if they are mapped.
-    fn release(&self, bytes: &[u8]) {
-        if let Bytes::Mapped { map, .. } = self {
-            map.release(bytes);
-        }
-    }
-
-    fn owned(&self) -> usize {
-        if let Bytes::Owned(own) = self { own.len() } else { 0 }
-    }
-
-    fn mapped(&self) -> usize {
-        if let Bytes::Mapped { len, .. } = self { *len } else { 0 }
-    }
-}
-
-impl FileRows {
-    pub fn new(view: &TensorView<'_>, maps: Maps<'_>) -> Result<FileRows> {
-        let codes = Bytes::of(view.bytes, maps, &view.name)?;
-        let block_scales = match &view.scales {
-            Scales::Nvfp4 { blocks, .. } => Bytes::of(blocks, maps, &view.name)?,
-            Scales::Group32Bf16(bytes) => Bytes::of(bytes, maps, &view.name)?,
-            _ => Bytes::Owned(Aligned::empty()),
-        };
-        // SAFETY: the view is private, lent out with the lifetime of `&self` only, and dropped with the bytes.
-        let (bytes, scale_bytes) = unsafe { (codes.lend(), block_scales.lend()) };
-        let scales = match &view.scales {
-            Scales::None => Scales::None,
-            Scales::Tensor(s) => Scales::Tensor(*s),
-            Scales::Row(s) => Scales::Row(s.clone()),
-            Scales::Block128 { values, first_row } => {
-                Scales::Block128 { values: values.clone(), first_row: *first_row }
-            }
-            Scales::Nvfp4 { tensor, .. } => Scales::Nvfp4 { blocks: scale_bytes, tensor: *tensor },
-            Scales::Group32Bf16(_) => Scales::Group32Bf16(scale_bytes),
-        };
-        let (name, rows, cols, format) = (view.name.clone(), view.rows, view.cols, view.format);
-        let view = TensorView { name, rows, cols, format, bytes, scales };
-        Ok(FileRows { view, codes, block_scales })
-    }
-
-    /// Whether these are numbers, without scales of their own rows or blocks of the file, inside a map.
-    fn is_to_move(&self) -> bool {
-        matches!(self.view.format, Format::F32 | Format::F16 | Format::Bf16 | Format::Fp8E4M3)
-            && self.codes.mapped() > 0
-    }
-
-    fn move_in(&mut self, team: &Team, slabs: &Slabs) -> Result<()> {
-        let Ok(own) = slabs.zeroed(self.view.bytes.len(), &self.view.name) else { return Ok(()) };
-        in_row_chunks(team, &self.view, |chunk, rows| {
-            let at = rows.start * self.view.row_bytes();
-            // SAFETY: chunks are different rows of a block as long as all of them, which nobody else has yet.
-            let to = unsafe { std::slice::from_raw_parts_mut(own.start().add(at), chunk.bytes.len()) };
-            to.copy_from_slice(chunk.bytes);
-            self.codes.release(chunk.bytes);
-            Ok(())
-        })?;
-        self.codes = Bytes::Owned(own);
-        // SAFETY: as in `new`; nobody has the view's old bytes any more.
-        self.view.bytes = unsafe { self.codes.lend() };
-        Ok(())
-    }
-
-    /// The rows.
-    pub fn view(&self) -> &TensorView<'_> {
-        &self.view
-    }
-
-    /// Asks the system to bring rows `first .. first + rows` into memory.
-    fn want(&self, first: usize, rows: usize) {
-        let [codes, scales] = self.bytes_of(first, rows);
-        self.codes.want(codes);
-        self.block_scales.want(scales);
-    }
-
-    /// Lets the system take back the memory of rows `first .. first + rows`: they are packed. Whoever reads them again finds
-    /// them as before.
-    pub fn release(&self, first: usize, rows: usize) {
-        let [codes, scales] = self.bytes_of(first, rows);
-        self.codes.release(codes);
-        self.block_scales.release(scales);
-    }
-
-    /// The codes of some rows and the scales beside them.
-    fn bytes_of(&self, first: usize, rows: usize) -> [&[u8]; 2] {
-        [self.view.bytes, crate::int8::beside(&self.view.scales).0].map(|bytes| {
-            let row = bytes.len() / self.view.rows;
-            &bytes[first * row..(first + rows) * row]
-        })
-    }
-
-    fn bytes(&self) -> usize {
-        let scales = match &self.view.scales {
-            Scales::Row(s) => s.len() * size_of::<f32>(),
-            Scales::Block128 { values, .. } => values.len() * size_of::<f32>(),
-            _ => 0,
-        };
-        self.codes.owned() + self.block_scales.owned() + scales
-    }
-
-    fn mapped(&self) -> usize {
-        self.codes.mapped() + self.block_scales.mapped()
-    }
 }
