@@ -124,7 +124,7 @@ fn prepare(
         bail!("--max-memory is about the processor's memory: --max-vram is a GPU's");
     }
     if device.ignore_memory {
-        return Ok(options);
+        return Ok(LoadOptions { stay_in_file: true, ..options });
     }
     let Some(budget) = memory(device) else { return Ok(options) };
     let with = |context| LoadOptions { context: Some(context), ..options.clone() };

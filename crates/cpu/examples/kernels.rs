@@ -41,14 +41,14 @@ fn main() -> Result<()> {
         // Of one format alone, all small batches.
         let few = if only == "all" { vec![1, 4, 16] } else { (1..=16).collect() };
         for rows in few.into_iter().chain([64, 256]) {
-            product(CpuOptions { threads, compute, level, packed_experts: None }, format, rows)?;
+            product(CpuOptions { threads, compute, level, ..CpuOptions::default() }, format, rows)?;
         }
     }
     let shapes = [(4, 256, 4096, 1, 1), (4, 256, 4096, 1, 40), (8, 512, 4096, 1, 20), (8, 256, 512, 256, 1)];
     for format in [KvFormat::F16, KvFormat::Bf16, KvFormat::Q8_0] {
         for (heads, d, depth, rows, layers) in shapes {
             if only == "all" || only == "attention" {
-                let options = CpuOptions { threads, compute, level, packed_experts: None };
+                let options = CpuOptions { threads, compute, level, ..CpuOptions::default() };
                 attention(options, format, heads, d, depth, rows, layers)?;
             }
         }

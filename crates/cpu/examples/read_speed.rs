@@ -29,7 +29,7 @@ fn main() -> Result<()> {
             threads: Some(threads),
             compute: Compute::Fast,
             level: None,
-            packed_experts: None,
+            ..CpuOptions::default()
         })?;
         let weights: Vec<f32> =
             (0..256 * columns).map(|i| ((i * 7919) % 1013) as f32 / 506.0 - 1.0).collect();

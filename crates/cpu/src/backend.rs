@@ -1,7 +1,8 @@
 //! The backend: what it owns, and how a pass runs.
 
-use std::sync::{Mutex, PoisonError};
-use std::time::Instant;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use lapidary_formats::{Format, TensorView};
 use lapidary_ops::{
@@ -12,10 +13,13 @@ use lapidary_ops::{
 
 use crate::ahead::Followers;
 use crate::buffers::Buffer;
+use crate::file_rows::Maps;
 use crate::int8;
 use crate::kv::{self, KvPools, Side};
+use crate::late::Allowance;
 use crate::level::{Isa, Level};
-use crate::matrix::{Maps, Matrix, Packing};
+use crate::linear::X_BLOCK;
+use crate::matrix::{Matrix, Packing};
 use crate::memory::Slabs;
 use crate::ops::CpuOps;
 use crate::pass::{Pass, Scratch, Upload, Workspace};
@@ -44,6 +48,9 @@ pub struct CpuOptions {
     /// Matrices of experts that are packed, in the order in which they come; the ones after them stay in the file
     /// and their chosen experts are paged in. `None` for all.
     pub packed_experts: Option<usize>,
+    /// Whether F32, F16, BF16 and FP8 weights stay in the file's pages, which the system can take back and read again. Otherwise
+    /// they move to memory of their own after the first pass; experts, and models some of whose experts stay, never do.
+    pub stay_in_file: bool,
 }
 
 /// The CPU as a device.
@@ -52,9 +59,17 @@ pub struct CpuBackend {
     compute: Compute,
     /// Matrices of experts that are yet to be packed.
     experts_to_pack: usize,
+    stay_in_file: bool,
     maps: Vec<FileMap>,
     slabs: Slabs,
     team: Team,
+    allowance: Arc<Allowance>,
+    /// What the first pass took.
+    first_pass: Option<Duration>,
+    /// Parts of matrices that may not be packed yet.
+    late: usize,
+    /// Matrices that may be in a file's pages and are to move, the last first.
+    to_move: Vec<usize>,
     acts: Vec<Buffer>,
     mats: Vec<Matrix>,
     followers: Followers,
@@ -92,9 +107,14 @@ impl CpuBackend {
             isa,
             compute: options.compute,
             experts_to_pack: options.packed_experts.unwrap_or(usize::MAX),
+            stay_in_file: options.stay_in_file || options.packed_experts.is_some(),
             maps: Vec::new(),
             slabs: Slabs::default(),
             team,
+            allowance: Arc::default(),
+            first_pass: None,
+            late: 0,
+            to_move: Vec::new(),
             acts: Vec::new(),
             mats: Vec::new(),
             followers: Followers::default(),
@@ -117,14 +137,37 @@ impl CpuBackend {
 
     fn packing(&self) -> Packing<'_> {
         let int8 = self.compute == Compute::Fast;
-        Packing { isa: self.isa, int8, team: &self.team, slabs: &self.slabs, maps: Maps(&self.maps) }
+        let (team, slabs, allowance) = (&self.team, &self.slabs, &self.allowance);
+        Packing { isa: self.isa, int8, team, slabs, allowance, maps: Maps(&self.maps) }
     }
 
     fn keep(&mut self, matrix: Matrix) -> Result<Mat> {
         let handle = Mat(u32::try_from(self.mats.len()).map_err(|_| too_many("matrices"))?);
+        self.late += matrix.late().count();
+        if matrix.is_to_move() {
+            self.to_move.push(self.mats.len());
+        }
         self.mats.push(matrix);
         self.followers.push();
         Ok(handle)
+    }
+
+    /// Moves matrices out of the file's pages, for `time` or one matrix longer.
+    fn move_in(&mut self, time: Duration) -> Result<()> {
+        let begun = Instant::now();
+        while begun.elapsed() < time
+            && let Some(index) = self.to_move.pop()
+        {
+            self.mats[index].move_in(&self.team, &self.slabs)?;
+        }
+        Ok(())
+    }
+
+    /// Makes ordinary ones of matrices that passes have packed.
+    fn settle_packed(&mut self) {
+        if self.late > 0 {
+            self.late = self.mats.iter_mut().map(Matrix::settle).sum();
+        }
     }
 
     /// Rows that every buffer with rows of kind `rows` has.
@@ -175,6 +218,27 @@ impl Backend for CpuBackend {
         self.maps.extend_from_slice(maps);
     }
 
+    fn reads_later(&self, mat: Mat) -> bool {
+        self.mats.get(mat.0 as usize).is_some_and(|m| m.late().next().is_some())
+    }
+
+    fn settle(&mut self) -> Result<()> {
+        for late in self.mats.iter().flat_map(Matrix::late) {
+            let next = AtomicUsize::new(0);
+            self.team.run(&|_| {
+                loop {
+                    let group = next.fetch_add(1, Ordering::Relaxed);
+                    if group >= late.groups() {
+                        return;
+                    }
+                    late.pack_group(group);
+                }
+            })?;
+        }
+        self.settle_packed();
+        self.move_in(Allowance::ALL)
+    }
+
     fn pack(&mut self, parts: &[TensorView<'_>], group_rows: usize) -> Result<Mat> {
         let rows = parts.iter().fold(0usize, |sum, p| sum.saturating_add(p.rows));
         let experts = group_rows < rows;
@@ -183,6 +247,7 @@ impl Backend for CpuBackend {
         } else {
             Matrix::new(self.packing(), parts)?
         };
+        let matrix = if experts || self.stay_in_file { matrix.stay() } else { matrix };
         self.experts_to_pack = self.experts_to_pack.saturating_sub(usize::from(experts));
         if group_rows == 0 || !matrix.rows.is_multiple_of(group_rows) {
             let reason = format!("{} rows are not a whole number of groups of {group_rows}", matrix.rows);
@@ -251,6 +316,13 @@ impl Backend for CpuBackend {
             return Err(Error::Device("the pass to run is not of the shape of the uploaded batch".into()));
         }
         self.outcome = None;
+        self.settle_packed();
+        let time = self.time_to_pack(shape);
+        self.allowance.set(time);
+        if self.first_pass.is_some() {
+            self.move_in(time)?;
+        }
+        let begun = Instant::now();
         let sync = self.team.sync();
         let best = (0..self.team.workers()).map(|_| Mutex::default()).collect();
         let pass = Pass {
@@ -276,6 +348,7 @@ impl Backend for CpuBackend {
             let mut scratch = scratch[worker].lock().unwrap_or_else(PoisonError::into_inner);
             program(&mut CpuOps::new(&pass, worker, shape.rows, &mut scratch));
         })?;
+        self.first_pass.get_or_insert_with(|| begun.elapsed());
         let device = pass.clock.as_ref().map(|(begun, _)| begun.elapsed());
         let mut outcome = pass.outcome.into_inner().unwrap_or_else(PoisonError::into_inner);
         if shape.steered {
@@ -369,6 +442,16 @@ impl Backend for CpuBackend {
 }
 
 impl CpuBackend {
+    /// What a pass may spend on packing. One of many rows would have to pack for each [block](X_BLOCK) of them otherwise; one
+    /// without logits ends an answer or is part of a prompt, and nobody gains by what it packs.
+    fn time_to_pack(&self, shape: &BatchShape) -> Duration {
+        match self.first_pass {
+            _ if shape.rows > X_BLOCK => Allowance::ALL,
+            Some(first) if shape.head_rows > 0 => first * self.team.workers() as u32,
+            _ => Duration::ZERO,
+        }
+    }
+
     /// The float32 activation `act`, if it has `rows` rows.
     fn readable(&self, act: Act, rows: usize) -> Result<&Buffer> {
         let unknown = || Error::Device(format!("activation {} was never allocated", act.0));

@@ -1,22 +1,26 @@
 //! Weight matrices as the backend holds them.
 //!
-//! A part is packed into int8 [tiles](Tiles) where the mode and the format have a kernel for them. Otherwise it
+//! A part is packed into int8 [tiles](Tiles) where the mode and the format have a kernel for them, [late](Late) where its bytes
+//! lie in a file map that the backend holds. Otherwise it
 //! keeps the bytes of its file format, in place where they lie in a file map that the backend holds, else
-//! copied; a tile of rows is decoded at a time. Experts that are not to be resident stay in the file map too, and a
-//! tile of rows is packed whenever it is multiplied, which gives the same bits. A part is never held in two forms.
+//! copied; a tile of rows is decoded at a time. Numbers in F32, F16, BF16 and FP8 [move](Matrix::move_in) from a file's small pages
+//! to huge ones once the first pass is over. Experts that are not to be resident stay in the file map too, and a
+//! tile of rows is packed whenever it is multiplied, which gives the same bits. No rows are held in two forms.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use lapidary_formats::{Format, Scales, TensorView};
-use lapidary_ops::{Error, FileMap, Result};
+use lapidary_ops::{Error, Result};
 
 use crate::decode::decode_row;
+use crate::file_rows::{FileRows, Maps, find};
 use crate::int8::activations::QuantRows;
 use crate::int8::tiles::{Packer, Tiles};
+use crate::late::{Allowance, Late, product_from_file};
 use crate::level::Isa;
-use crate::memory::{Aligned, Grow, Slabs};
+use crate::memory::{Grow, Slabs};
 use crate::team::Team;
 
 /// What taking over a matrix needs of its backend.
@@ -27,17 +31,9 @@ pub(crate) struct Packing<'a> {
     pub int8: bool,
     pub team: &'a Team,
     pub slabs: &'a Slabs,
+    /// What passes may spend on packing.
+    pub allowance: &'a Arc<Allowance>,
     pub maps: Maps<'a>,
-}
-
-/// The file maps that the backend holds.
-#[derive(Clone, Copy)]
-pub(crate) struct Maps<'a>(pub &'a [FileMap]);
-
-impl std::fmt::Debug for Maps<'_> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{} maps", self.0.len())
-    }
 }
 
 /// A matrix of stacked parts, `[rows, cols]` = `[outputs, inputs]`.
@@ -51,6 +47,8 @@ pub(crate) struct Matrix {
     pub parts: Vec<Part>,
     /// Whether rows that are about to be used are asked for ahead.
     paged: bool,
+    /// Whether rows in a file map may move to memory of their own.
+    moves: bool,
 }
 
 /// Consecutive rows of a matrix that share a format.
@@ -69,6 +67,8 @@ pub(crate) enum Weights {
     File(FileRows),
     /// Packed.
     Tiles(Tiles),
+    /// Packed when a pass needs them.
+    Late(Late),
     /// In the bytes of their format inside a file map, packed a tile at a time for every product.
     Paged(FileRows, Packer),
 }
@@ -76,15 +76,16 @@ pub(crate) enum Weights {
 impl Matrix {
     /// Takes over and checks the parts.
     pub fn new(packing: Packing<'_>, parts: &[TensorView<'_>]) -> Result<Matrix> {
-        Matrix::of(parts, |part| {
+        let matrix = Matrix::of(parts, |part| {
             if packing.int8
-                && let Some(tiles) = pack(packing, part)?
+                && let Some(packed) = pack(packing, part)?
             {
-                return Ok(Weights::Tiles(tiles));
+                return Ok(packed);
             }
             in_row_chunks(packing.team, part, |chunk, _| check(chunk))?;
             FileRows::new(part, packing.maps).map(Weights::File)
-        })
+        })?;
+        Ok(Matrix { moves: true, ..matrix })
     }
 
     /// Takes over the parts without reading them where they lie in a file map: experts of a model that is larger than
@@ -100,7 +101,7 @@ impl Matrix {
                 None => Weights::File(file),
             })
         })?;
-        Ok(Matrix { paged: true, ..matrix })
+        Ok(Matrix { paged: true, moves: false, ..matrix })
     }
 
     /// The weights of a matrix of one part.
@@ -127,8 +128,8 @@ impl Matrix {
         let Some(first) = parts.first() else {
             return Err(Error::Tensor { tensor: "matrix".into(), reason: "has no parts".into() });
         };
-        let mut matrix =
-            Matrix { rows: 0, cols: first.cols, parts: Vec::with_capacity(parts.len()), paged: false };
+        let parts_of = Vec::with_capacity(parts.len());
+        let mut matrix = Matrix { rows: 0, cols: first.cols, parts: parts_of, paged: false, moves: false };
         for part in parts {
             if part.cols != first.cols {
                 let reason = format!("has {} columns, {} has {}", part.cols, first.name, first.cols);
@@ -138,6 +139,50 @@ impl Matrix {
             matrix.rows += part.rows;
         }
         Ok(matrix)
+    }
+
+    /// The parts that are packed late and not yet as a whole.
+    pub fn late(&self) -> impl Iterator<Item = &Late> {
+        self.parts.iter().filter_map(|p| if let Weights::Late(late) = &p.weights { Some(late) } else { None })
+    }
+
+    /// Makes ordinary ones of late parts that are packed; the number of those that are not.
+    pub fn settle(&mut self) -> usize {
+        if self.late().any(Late::is_packed) {
+            let settled = |part: Part| match part.weights {
+                Weights::Late(late) if late.is_packed() => {
+                    Part { weights: Weights::Tiles(late.into_tiles()), ..part }
+                }
+                _ => part,
+            };
+            self.parts = std::mem::take(&mut self.parts).into_iter().map(settled).collect();
+        }
+        self.late().count()
+    }
+
+    /// Whether [`move_in`](Matrix::move_in) has something to move.
+    pub fn is_to_move(&self) -> bool {
+        self.moves
+            && self.parts.iter().any(|p| matches!(&p.weights, Weights::File(file) if file.is_to_move()))
+    }
+
+    /// Moves numbers from a file map to memory on huge pages, which is read at the speed of the memory where small pages
+    /// cost a third of it, and gives back what they took there. Where there is no memory they stay.
+    pub fn move_in(&mut self, team: &Team, slabs: &Slabs) -> Result<()> {
+        for part in self.parts.iter_mut().filter(|_| self.moves) {
+            if let Weights::File(file) = &mut part.weights
+                && file.is_to_move()
+            {
+                file.move_in(team, slabs)?;
+            }
+        }
+        self.moves = false;
+        Ok(())
+    }
+
+    /// Lets rows stay where they are.
+    pub fn stay(self) -> Matrix {
+        Matrix { moves: false, ..self }
     }
 
     /// Bytes owned.
@@ -196,16 +241,18 @@ impl Weights {
     /// Outputs.
     pub fn rows(&self) -> usize {
         match self {
-            Weights::File(file) | Weights::Paged(file, _) => file.view.rows,
+            Weights::File(file) | Weights::Paged(file, _) => file.view().rows,
             Weights::Tiles(tiles) => tiles.rows,
+            Weights::Late(late) => late.rows(),
         }
     }
 
     /// Inputs.
     pub fn cols(&self) -> usize {
         match self {
-            Weights::File(file) | Weights::Paged(file, _) => file.view.cols,
+            Weights::File(file) | Weights::Paged(file, _) => file.view().cols,
             Weights::Tiles(tiles) => tiles.cols(),
+            Weights::Late(late) => late.file.view().cols,
         }
     }
 
@@ -213,42 +260,44 @@ impl Weights {
         match self {
             Weights::File(file) | Weights::Paged(file, _) => file.bytes(),
             Weights::Tiles(tiles) => tiles.bytes(),
+            Weights::Late(late) => late.bytes(),
         }
     }
 
     fn mapped(&self) -> usize {
         match self {
             Weights::File(file) | Weights::Paged(file, _) => file.mapped(),
-            Weights::Tiles(_) => 0,
+            Weights::Tiles(_) | Weights::Late(_) => 0,
         }
     }
 
     /// Whether they are kept in a form that is exact in bf16.
     pub fn is_half(&self) -> bool {
-        matches!(self, Weights::File(file) if matches!(file.view.format, Format::Bf16 | Format::Fp8E4M3))
+        matches!(self, Weights::File(file) if matches!(file.view().format, Format::Bf16 | Format::Fp8E4M3))
     }
 
-    /// The packed tiles from that of row `row` on; nothing where these weights are not packed.
+    /// The packed tiles from that of row `row` on; nothing where not all of these weights are packed.
     pub fn packed_from(&self, row: usize) -> &[u8] {
         if let Weights::Tiles(tiles) = self { tiles.bytes_from(row / CHUNK_OF) } else { &[] }
     }
 
     /// The scales beside the codes of the file's format.
-    pub fn scales(&self) -> Option<&Scales<'static>> {
-        if let Weights::File(file) = self { Some(&file.view.scales) } else { None }
+    pub fn scales(&self) -> Option<&Scales<'_>> {
+        if let Weights::File(file) = self { Some(&file.view().scales) } else { None }
     }
 
     /// Decodes row `row` exactly.
     pub fn decode_row(&self, isa: Isa, row: usize, out: &mut [f32]) {
         match self {
-            Weights::File(file) | Weights::Paged(file, _) => decode_row(isa, &file.view, row, out),
+            Weights::File(file) | Weights::Paged(file, _) => decode_row(isa, file.view(), row, out),
             Weights::Tiles(tiles) => tiles.decode_row(row, out),
+            Weights::Late(late) => late.decode_row(isa, row, out),
         }
     }
 
     /// Whether products take activations in int8 blocks.
     pub fn takes_blocks(&self) -> bool {
-        matches!(self, Weights::Tiles(_) | Weights::Paged(..))
+        matches!(self, Weights::Tiles(_) | Weights::Late(_) | Weights::Paged(..))
     }
 
     /// `out[i, r] = x_i . w_(16 tile + r)` of `rows` rows, one tile or two, in int8 blocks, [`PAIR`](crate::int8::PAIR)
@@ -265,13 +314,8 @@ impl Weights {
         match self {
             Weights::File(_) => return false,
             Weights::Tiles(packed) => packed.product(tile, tiles, x, out),
-            Weights::Paged(file, packer) => {
-                let packed = room.bytes_mut(tiles * packer.tile_bytes());
-                for (t, out) in packed.chunks_exact_mut(packer.tile_bytes()).enumerate() {
-                    packer.pack(&file.view, tile + t, out);
-                }
-                packer.product(packed, tiles, x, out);
-            }
+            Weights::Late(late) => late.product(tile, tiles, x, room, out),
+            Weights::Paged(file, packer) => product_from_file(file, packer, tile, tiles, x, room, out),
         }
         true
     }
@@ -281,7 +325,8 @@ impl Weights {
     /// # Safety
     /// Every bit pattern is a `T`, and `T` is what a little-endian machine has in memory for `format`.
     pub unsafe fn in_place<T>(&self, format: Format, first: usize, rows: usize) -> Option<&[T]> {
-        let Weights::File(FileRows { view, .. }) = self else { return None };
+        let Weights::File(file) = self else { return None };
+        let view = file.view();
         if view.format != format || cfg!(target_endian = "big") {
             return None;
         }
@@ -298,8 +343,8 @@ fn check(view: &TensorView<'_>) -> Result<()> {
         .map_err(|e| Error::Tensor { tensor: view.name.clone(), reason: e.to_string() })
 }
 
-/// Packs `view` if its format is one that is packed.
-fn pack(packing: Packing<'_>, view: &TensorView<'_>) -> Result<Option<Tiles>> {
+/// Packs `view` if its format is one that is packed, late where a map holds it.
+fn pack(packing: Packing<'_>, view: &TensorView<'_>) -> Result<Option<Weights>> {
     if !crate::int8::is_packed(view.format) || view.cols == 0 {
         return Ok(None);
     }
@@ -308,30 +353,29 @@ fn pack(packing: Packing<'_>, view: &TensorView<'_>) -> Result<Option<Tiles>> {
         check(view)?;
     }
     let Some(tiles) = Tiles::empty(packing.isa, view, packing.slabs)? else { return Ok(None) };
-    let map = find(packing.maps, view.bytes);
+    if is_sliceable(view) && find(packing.maps, view.bytes).is_some() {
+        in_row_chunks(packing.team, view, |chunk, _| check(chunk))?;
+        let file = FileRows::new(view, packing.maps)?;
+        return Ok(Some(Weights::Late(Late::new(file, tiles, packing.allowance))));
+    }
     in_row_chunks(packing.team, view, |chunk, rows| {
         check(chunk)?;
         for tile in rows.start / CHUNK_OF..rows.end.div_ceil(CHUNK_OF) {
             // SAFETY: chunks start on whole tiles and each is handed to one worker.
             unsafe { tiles.pack_tile(view, tile) }
         }
-        // At once, so that a matrix is never resident twice: a vocabulary's may be most of a model.
-        if let Some(map) = &map {
-            map.release(chunk.bytes);
-            map.release(crate::int8::beside(&chunk.scales).0);
-        }
         Ok(())
     })?;
-    Ok(Some(tiles))
+    Ok(Some(Weights::Tiles(tiles)))
 }
 
 /// Chunks that workers claim start on this many rows.
-const CHUNK_OF: usize = 16;
+pub(crate) const CHUNK_OF: usize = 16;
 /// Bytes of a chunk, about.
-const CHUNK_BYTES: usize = 1 << 18;
+pub(crate) const CHUNK_BYTES: usize = 1 << 18;
 
 /// Runs `f` on all rows of `view` in chunks, on the whole team; the error of the first chunk that has one.
-fn in_row_chunks(
+pub(crate) fn in_row_chunks(
     team: &Team,
     view: &TensorView<'_>,
     f: impl Fn(&TensorView<'_>, Range<usize>) -> Result<()> + Sync,
@@ -385,134 +429,4 @@ fn is_sliceable(view: &TensorView<'_>) -> bool {
 /// Formats whose scales must come beside the codes.
 fn takes_scales(format: Format) -> bool {
     matches!(format, Format::Fp8E4M3 | Format::Nvfp4 | Format::Int4G32)
-}
-
-/// Rows in the bytes of their file format.
-#[derive(Debug)]
-pub(crate) struct FileRows {
-    /// Points into `codes` and `block_scales`, which live and stay where they are as long as this does.
-    view: TensorView<'static>,
-    codes: Bytes,
-    block_scales: Bytes,
-}
-
-/// Bytes that stay where they are.
-enum Bytes {
-    Owned(Aligned),
-    /// Inside a file map, which is kept alive.
-    Mapped {
-        map: FileMap,
-        start: *const u8,
-        len: usize,
-    },
-}
-
-// SAFETY: mapped bytes are only read, and the map behind the pointer is itself `Send` and `Sync`.
-unsafe impl Send for Bytes {}
-// SAFETY: as above.
-unsafe impl Sync for Bytes {}
-
-impl std::fmt::Debug for Bytes {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Bytes::Owned(own) => write!(f, "{} bytes", own.len()),
-            Bytes::Mapped { len, .. } => write!(f, "{len} mapped bytes"),
-        }
-    }
-}
-
-/// The map that holds `bytes`.
-fn find(maps: Maps<'_>, bytes: &[u8]) -> Option<FileMap> {
-    let at = bytes.as_ptr_range();
-    let holds = |map: &&FileMap| {
-        let all = (***map).as_ref().as_ptr_range();
-        all.start <= at.start && at.end <= all.end
-    };
-    if bytes.is_empty() { None } else { maps.0.iter().find(holds).map(Arc::clone) }
-}
-
-impl Bytes {
-    /// `bytes` in place where a map holds them, else a copy.
-    fn of(bytes: &[u8], maps: Maps<'_>, what: &str) -> Result<Bytes> {
-        match find(maps, bytes) {
-            Some(map) => Ok(Bytes::Mapped { map, start: bytes.as_ptr(), len: bytes.len() }),
-            None => Aligned::copy_of(bytes, what).map(Bytes::Owned),
-        }
-    }
-
-    /// Asks the system to bring `bytes`, part of these, into memory if they are mapped.
-    fn want(&self, bytes: &[u8]) {
-        if let Bytes::Mapped { map, .. } = self {
-            map.want(bytes);
-        }
-    }
-
-    /// # Safety
-    /// The slice is not used after `self` is dropped.
-    unsafe fn lend(&self) -> &'static [u8] {
-        match self {
-            // SAFETY: `Aligned` memory never moves and is not written after the copy; the caller answers for
-            // the lifetime.
-            Bytes::Owned(own) => unsafe { std::slice::from_raw_parts(own.start().cast_const(), own.len()) },
-            // SAFETY: the map is kept alive and lends its bytes unchanged; the caller answers for the lifetime.
-            Bytes::Mapped { start, len, .. } => unsafe { std::slice::from_raw_parts(*start, *len) },
-        }
-    }
-
-    fn owned(&self) -> usize {
-        if let Bytes::Owned(own) = self { own.len() } else { 0 }
-    }
-
-    fn mapped(&self) -> usize {
-        if let Bytes::Mapped { len, .. } = self { *len } else { 0 }
-    }
-}
-
-impl FileRows {
-    fn new(view: &TensorView<'_>, maps: Maps<'_>) -> Result<FileRows> {
-        let codes = Bytes::of(view.bytes, maps, &view.name)?;
-        let block_scales = match &view.scales {
-            Scales::Nvfp4 { blocks, .. } => Bytes::of(blocks, maps, &view.name)?,
-            Scales::Group32Bf16(bytes) => Bytes::of(bytes, maps, &view.name)?,
-            _ => Bytes::Owned(Aligned::empty()),
-        };
-        // SAFETY: the view is private, lent out with the lifetime of `&self` only, and dropped with the bytes.
-        let (bytes, scale_bytes) = unsafe { (codes.lend(), block_scales.lend()) };
-        let scales = match &view.scales {
-            Scales::None => Scales::None,
-            Scales::Tensor(s) => Scales::Tensor(*s),
-            Scales::Row(s) => Scales::Row(s.clone()),
-            Scales::Block128 { values, first_row } => {
-                Scales::Block128 { values: values.clone(), first_row: *first_row }
-            }
-            Scales::Nvfp4 { tensor, .. } => Scales::Nvfp4 { blocks: scale_bytes, tensor: *tensor },
-            Scales::Group32Bf16(_) => Scales::Group32Bf16(scale_bytes),
-        };
-        let (name, rows, cols, format) = (view.name.clone(), view.rows, view.cols, view.format);
-        let view = TensorView { name, rows, cols, format, bytes, scales };
-        Ok(FileRows { view, codes, block_scales })
-    }
-
-    /// Asks the system to bring rows `first .. first + rows` into memory.
-    fn want(&self, first: usize, rows: usize) {
-        let of = |bytes: &'static [u8]| {
-            let row = bytes.len() / self.view.rows;
-            &bytes[first * row..(first + rows) * row]
-        };
-        self.codes.want(of(self.view.bytes));
-        self.block_scales.want(of(crate::int8::beside(&self.view.scales).0));
-    }
-
-    fn bytes(&self) -> usize {
-        let scales = match &self.view.scales {
-            Scales::Row(s) => s.len() * size_of::<f32>(),
-            Scales::Block128 { values, .. } => values.len() * size_of::<f32>(),
-            _ => 0,
-        };
-        self.codes.owned() + self.block_scales.owned() + scales
-    }
-
-    fn mapped(&self) -> usize {
-        self.codes.mapped() + self.block_scales.mapped()
-    }
 }

@@ -61,6 +61,14 @@ impl Runner {
         self.backend.memory()
     }
 
+    /// Does what the device has put off until a pass needs it ([`Backend::settle`]).
+    ///
+    /// # Errors
+    /// `Device`.
+    pub fn settle(&mut self) -> Result<()> {
+        Ok(self.backend.settle()?)
+    }
+
     /// What the device is and which kernels it chose.
     pub fn report(&self) -> DeviceReport {
         self.backend.report()

@@ -84,6 +84,14 @@ impl Stepper {
         &self.runner
     }
 
+    /// Does what the device has put off until a pass needs it, so that later passes take what they always will.
+    ///
+    /// # Errors
+    /// `Device`.
+    pub fn settle(&mut self) -> Result<()> {
+        self.runner.settle()
+    }
+
     /// Gives the device back; what the sequences held is forgotten.
     pub fn into_runner(self) -> Runner {
         self.runner

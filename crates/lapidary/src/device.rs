@@ -64,6 +64,7 @@ impl Device {
                     compute: options.compute,
                     level: options.level,
                     packed_experts: options.packed_experts,
+                    stay_in_file: options.stay_in_file,
                 };
                 Ok(Box::new(CpuBackend::new(cpu)?))
             }

@@ -39,6 +39,9 @@ pub struct LoadOptions {
     /// ones stay in the file, and what a token chooses of them is paged in.
     /// [`MemoryPlan::packed_experts`](crate::plan::MemoryPlan::packed_experts) knows how many fit; all when not given.
     pub packed_experts: Option<usize>,
+    /// Leaves F32, F16, BF16 and FP8 weights in the file's pages, which the system can take back and read again, on the
+    /// processor. In memory of their own they are read faster, but a model that is larger than memory has no room there.
+    pub stay_in_file: bool,
     /// Keeps tables of which a token reads one row in the host's memory, where a GPU fetches the rows.
     /// [`MemoryPlan::host_tables`](crate::plan::MemoryPlan::host_tables) is set where its own memory is too small.
     pub tables_on_host: bool,
@@ -64,6 +67,7 @@ impl Default for LoadOptions {
             final_softcap: None,
             level: None,
             packed_experts: None,
+            stay_in_file: false,
             tables_on_host: false,
             device: Device::Cpu,
             requantise: Requantise::default(),

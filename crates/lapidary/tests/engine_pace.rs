@@ -191,7 +191,7 @@ fn schema_costs(path: &Path, streams: usize) {
 
 fn real(path: &Path, context: usize) -> Runner {
     let checkpoint = Checkpoint::open(path).unwrap();
-    let options = CpuOptions { threads: None, compute: Compute::Fast, level: None, packed_experts: None };
+    let options = CpuOptions { compute: Compute::Fast, ..CpuOptions::default() };
     let mut backend: Box<dyn Backend> = Box::new(CpuBackend::new(options).unwrap());
     let limits = Limits { rows: 512, head_rows: 16 };
     let options = BuildOptions { limits, embed_scale: EmbedScale::F32, requantise: Default::default() };

@@ -252,8 +252,8 @@ impl Builder<'_> {
         let views: Vec<TensorView<'_>> = views.collect();
         let given = if encoded.is_some() { &views[..] } else { parts };
         let mat = pack(self.backend, given)?;
-        // What was copied needs no second place in memory; what the backend reads in place does.
-        if self.backend.memory().mapped == mapped {
+        // What was copied needs no second place in memory; what the backend reads in place, or has yet to copy, does.
+        if self.backend.memory().mapped == mapped && !self.backend.reads_later(mat) {
             parts.iter().for_each(|part| self.checkpoint.release(part));
         }
         self.packed(given);

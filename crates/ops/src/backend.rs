@@ -136,6 +136,20 @@ pub trait Backend: Send + fmt::Debug {
         self.pack(std::slice::from_ref(part), part.rows)
     }
 
+    /// Whether a matrix that was taken over is yet to be read from the files, so that their memory is better kept.
+    fn reads_later(&self, _mat: Mat) -> bool {
+        false
+    }
+
+    /// Does what taking over matrices has put off until a pass needs it, for whoever would rather wait now than in the first
+    /// passes.
+    ///
+    /// # Errors
+    /// `Device`.
+    fn settle(&mut self) -> Result<()> {
+        Ok(())
+    }
+
     /// Takes over a vector.
     fn vector(&mut self, name: &str, values: &[f32]) -> Result<Gain>;
 

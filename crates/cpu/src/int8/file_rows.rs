@@ -60,7 +60,7 @@ fn plain<K: Kind>(bytes: &[u8], beside: &[u8], out: &mut [f32]) {
     for ((i, file), out) in files.zip(out.chunks_exact_mut(K::Scaling::BLOCKS * BLOCK)) {
         K::Scaling::put(file, &beside[i * K::Scaling::BESIDE..][..K::Scaling::BESIDE], 0, scales);
         for (j, out) in out.as_chunks_mut::<BLOCK>().0.iter_mut().enumerate() {
-            let words = K::words(file, j);
+            let words = K::words(&file, j);
             for (half, out) in out.as_chunks_mut::<16>().0.iter_mut().enumerate() {
                 half_values::<K>(&words, half, K::Scaling::row(scales, 0, j, half), out);
             }

@@ -151,6 +151,8 @@ impl CpuOps<'_> {
 /// weights as they are, all where they are decoded first.
 pub(crate) fn rows_at_once(weights: &Weights, x: &Buffer, count: usize) -> usize {
     match weights {
+        // Tiles may have to be packed for each block of rows.
+        Weights::Late(_) if x.has_blocks() => X_BLOCK,
         weights if weights.takes_blocks() && x.has_blocks() => {
             let fitting = X_BYTES / crate::int8::activations::row_bytes(x.width()).max(1);
             (fitting / 8 * 8).clamp(8, X_BLOCK)

@@ -171,8 +171,10 @@ impl Service {
     ) -> Result<Service> {
         let running = options.running.max(1);
         let load = LoadOptions { head_rows: load.head_rows.max(running.min(64)), ..load.clone() };
-        let (runner, text) = load_with_text(checkpoint, &load, progress)?;
+        let (mut runner, text) = load_with_text(checkpoint, &load, progress)?;
         refuse_unknown_markers(&options, &text)?;
+        // Who says that it is ready keeps no request waiting for what it put off.
+        runner.settle()?;
         let context = load.context_for(&runner.model().config);
         let mut engine = EngineOptions::new(&runner, context, options.sequences);
         engine.scheduler.running = running;

@@ -106,6 +106,7 @@ impl On {
                     compute: Compute::F32,
                     level: None,
                     packed_experts: None,
+                    stay_in_file: false,
                 };
                 Box::new(CpuBackend::new(options).expect("the CPU is a device"))
             }

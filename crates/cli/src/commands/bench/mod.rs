@@ -173,6 +173,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
         options.threads = Some(threads);
         let mut reads = Vec::new();
         let mut stepper = load::stepper(&checkpoint, &options, &args.device)?;
+        stepper.settle()?;
         if level.is_empty() {
             load::tell_notes(&stepper);
         }
