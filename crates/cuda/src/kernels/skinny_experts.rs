@@ -10,7 +10,7 @@ use super::skinny_shape::{Choice, SHARED_OF_TWO, Variant, Work, has_row_kernel};
 use crate::driver::DevPtr;
 use crate::error::Result;
 use crate::launch::{Args, Queue, Shape};
-use crate::pack::PackedShape;
+use crate::pack::{Form, PackedShape};
 
 #[derive(Clone, Copy)]
 #[repr(C)]
@@ -230,8 +230,12 @@ pub unsafe fn experts_down(queue: Queue<'_>, call: &ExpertsDown) -> Result<usize
     let scaled = call.weights.row_scales != DevPtr::NULL;
     let most_planes = call.most_planes;
     let work = Work { shape, rows: call.rows, gated: false, most_planes, sms, groups, scaled };
-    // The kernel for one row takes the experts' inputs as one vector.
-    let row = call.rows == 1 && has_row_kernel(shape.form) && call.hidden_stride == shape.cols;
+    // The kernel for one row takes the experts' inputs as one vector, and four-bit integers two chunks, perhaps of two experts, at a time.
+    let pairs = matches!(shape.form, Form::Int4 | Form::Int4Bf16 | Form::Int4Min);
+    let row = call.rows == 1
+        && has_row_kernel(shape.form)
+        && call.hidden_stride == shape.cols
+        && !(pairs && scaled);
     let choice =
         match Some(work.balance(Variant::RowDown)).filter(|c| row && c.shared(shape, 1) <= SHARED_OF_TWO) {
             Some(choice) => choice,
