@@ -22,7 +22,10 @@ pub fn kernel(format: Format, packs: bool, compute: Compute) -> KernelReport {
         kernel += ", weights rounded to bf16";
     }
     if has_row_kernel(form) {
-        kernel += ", one row as 16-bit integers";
+        kernel += match form {
+            Form::Fp8 | Form::Fp8Block => ", one row as f16",
+            _ => ", one row as 16-bit integers",
+        };
     }
     KernelReport { format, kernel, fallback: false }
 }

@@ -1,36 +1,10 @@
-// One row of x against weights of four bits: out[m] = sum_k W[m][k] x[k], float32 sums of exact integer products.
+// One row of x: the kernels of skinny.cuh again, short, with what one row leaves undone left out. What a step runs between a layer's weights comes from a
+// cold instruction cache, and a warp that does less for a weight empties a full ring faster than the memory fills it.
 //
-// The skinny kernel (skinny.cuh) multiplies block by block and scales 16 x 8 sums in float32 after each, though at one row seven of the eight columns
-// are idle. Here they are used, and the tensor core multiplies bytes, since four codes of a word become bytes with fewer instructions than two become
-// a pair of bf16. When x is brought to shared memory, each of the weights' blocks (16 or 32 inputs) becomes integers of 16 bits under a power of two of its
-// own, and each integer two signed bytes: x = scale (256 hi + lo). The bytes of block j stand in columns 2 j and 2 j + 1 alone, zeros in the others, so
-// that the sums of four blocks come out side by side in one accumulator, exact, and are scaled once, by the lane that holds them. The sums of x that
-// the offsets need are made with the integers. Packed bytes are those of skinny.cuh (forms.cuh).
-//
-// An input that is at least 2^-6 of its block's largest keeps all of a bf16's bits, a smaller one is off by at most 2^-15 of the largest. A block
-// with an input that is not finite gets a scale of NaN, and so every output. Sums of a block stay finite for inputs up to 2^115.
-//
-// Units, planes, ring and producer are those of skinny.cuh. Instructions for 1,024 weights, loop included, and times: docs/performance.md.
+// Units, planes, ring, producer and modes are those of skinny.cuh; x is always in shared memory. How a form multiplies is its RowWarp: row_bytes.cuh (four
+// bits, by integers) and row_fp8.cuh. Tried and dropped: docs/performance.md.
 #pragma once
 #include "skinny.cuh"
-
-// c += A (16 x 32, bytes) * B (32 x 8, signed bytes), exact.
-__device__ __forceinline__ void mma_u8(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-__device__ __forceinline__ void mma_s8(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-// Byte i is byte s_i % 8 of {hi, lo}, s_i being nibble i of s; where the nibble's top bit is set, that byte's sign in all bits.
-__device__ __forceinline__ uint32_t pick(uint32_t lo, uint32_t hi, uint32_t s) {
-  uint32_t r;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(lo), "r"(hi), "r"(s));
-  return r;
-}
 
 // Reads of shared memory whose places are worked out once a stage.
 __device__ __forceinline__ uint4 shared16(uint32_t at) {
@@ -55,372 +29,246 @@ __device__ __forceinline__ uint16_t shared2(uint32_t at) {
 }
 __device__ __forceinline__ float2 floats(uint2 v) { return make_float2(__uint_as_float(v.x), __uint_as_float(v.y)); }
 
-// Where a lane reads of its warp's first chunk of a stage; the others follow, strips are `strip` apart.
-struct RowPlaces {
-  uint32_t codes, scales, x, x_scales;
-  int strip, lane, n;  // n: chunks that exist
-  uint32_t zero;       // 0, which the compiler does not know: what is added to it once stays in a register, a constant is copied to one for every use
+// Where a warp and its lanes work: group of strips and part of k among 2^lwk, chunks that a stage holds of each strip.
+struct RowPlace {
+  int warp, lane, g, t, wm, wk, lwk, cps;
+};
+// A stage in shared memory: the warp's first strip in it, its chunks, and where they are among those of x. EXPERT_DOWN: the chunk counted through all
+// experts, and the rows' scales of the first strip of the first expert in it (or null), an expert's `experts` floats behind each other.
+struct RowStage {
+  uint32_t codes;
+  int have, at, x_chunks;  // x_chunks: chunks of x in shared memory
+  int chunk, experts;
+  uint32_t magic_chunks;
+  const float* scales;
+  // Where the scales of an expert stand, that of the stage's chunk ck.
+  __device__ __forceinline__ const float* scales_of(int ck) const { return scales + (divide(chunk + ck, magic_chunks) - divide(chunk, magic_chunks)) * experts; }
 };
 
-// RowForm<F>: GROUP chunks fill the eight columns; BLOCK inputs share a scale, which stands with their sum times OFFSET where SUMS is set. x holds by block its
-// high bytes, then its low ones; of eight inputs those that ORDER's nibbles name, from the lowest, are the bytes of B's two registers. *_AT: where a lane reads in
-// a chunk. multiply adds rows g and g + 8 of each strip, chunks from C on, to acc; B is what a lane has of x: it stays zero where the lane's column belongs to another block.
-template <class F> struct RowForm;
+// RowWarp<F, CW, MS, DOWN>: a form's sums in a warp.
+//   float bring(uint8_t* to, const bf16* x, int chunks, int inputs, int cps, uint32_t* most)   all consumers: x, zeros beyond `inputs`, to shared memory; the
+//                                                                             factor of all sums. *most is 0 and theirs
+//   x_bytes(int chunks, int cps)                                              what that takes
+//   begin(const RowPlace&); clear(); stage(const RowPlace&, const RowStage&, const uint8_t* x); float2 sum(int ms)   of rows g, g + 8, in lanes with t = 0
+template <class F, int CW, int MS, bool DOWN> struct RowWarp;
 
-// Of a word of eight codes those in the low nibbles of its bytes, and those in the high ones, 16 times as large: two sums.
-struct RowNibbles {
-  static constexpr int BLOCK = 32;
-  static constexpr bool SUMS = true;
-  static constexpr uint32_t ORDER = 0x73625140u;
-  static constexpr float POST = 1 / 16.f;
-  struct B { uint2 low[2], high[2]; };  // of each two blocks
-  static __device__ __forceinline__ uint32_t x_at(int g, int t) { return (g & 1) * 32 + t * 4; }
-  static __device__ __forceinline__ uint32_t x_scales_at(int t) { return t * 8; }
-  // The bytes of eight inputs, from `at` on of a block: low nibbles' inputs in front of high nibbles', so that both are read into the registers where they belong.
-  static __device__ __forceinline__ void store(uint8_t* block, uint32_t at, uint2 v) {
-    *(uint32_t*)(block + at / 2) = v.x;
-    *(uint32_t*)(block + 16 + at / 2) = v.y;
-  }
-  // Two blocks in columns from 4 i on.
-  static __device__ __forceinline__ void load(B& b, int i, uint32_t x, int lane) {
-    const int block = lane >> 3;
-    if (block == 2 * i) b.low[i].x = shared4(x), b.high[i].x = shared4(x + 16);
-    if (block == 2 * i + 1) b.low[i].y = shared4(x + 64), b.high[i].y = shared4(x + 80);
-  }
-  static __device__ __forceinline__ void products(int (&low)[4], int (&high)[4], uint4 v, const B& b, int i) {
-    constexpr uint32_t L = 0x0f0f0f0fu, H = 0xf0f0f0f0u;
-    mma_u8(low, v.x & L, v.y & L, v.z & L, v.w & L, b.low[i].x, b.low[i].y);
-    mma_u8(high, v.x & H, v.y & H, v.z & H, v.w & H, b.high[i].x, b.high[i].y);
-  }
-  // 16 times the sum over a block, of row g (0) or g + 8 (1).
-  static __device__ __forceinline__ float sum(const int (&low)[4], const int (&high)[4], int r) {
-    return (float)((low[2 * r] * 256 + low[2 * r + 1]) * 16 + (high[2 * r] * 256 + high[2 * r + 1]));
-  }
-};
-
-// 2 blocks a chunk, lane t scales block t of the four.
-template <class F, int OFFSET_, class SCALES> struct RowInt4 : RowNibbles {
-  static constexpr int GROUP = 2, OFFSET = OFFSET_;
-  static __device__ __forceinline__ uint32_t scales_at(int g, int t) { return (t >> 1) * F::CB + 512 + (2 * g + (t & 1)) * SCALES::BYTES; }
-  template <int MS, int C, bool FULL> static __device__ __forceinline__ void multiply(const RowPlaces& r, float (&acc)[MS][2], B& b) {
-    int low[MS][4] = {}, high[MS][4] = {};
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      if (!FULL && C + i >= r.n) break;
-      load(b, i, r.x + (C + i) * 128, r.lane);
-#pragma unroll
-      for (int ms = 0; ms < MS; ms++) products(low[ms], high[ms], shared16(r.codes + ms * r.strip + (C + i) * F::CB), b, i);
-    }
-    if (!FULL && C + (r.lane >> 1 & 1) >= r.n) return;
-    const float2 x = floats(shared8(r.x_scales + C * 16));
-#pragma unroll
-    for (int ms = 0; ms < MS; ms++) SCALES::add(acc[ms], x, sum(low[ms], high[ms], 0), sum(low[ms], high[ms], 1), r.scales + ms * r.strip + C * F::CB);
-  }
-};
-template <bool BF> struct RowScale8 {
-  static constexpr int BYTES = 4;
-  static __device__ __forceinline__ void add(float (&acc)[2], float2 x, float p0, float p1, uint32_t at) {
-    const uint32_t s = shared4(at);
-    const float2 d = BF ? make_float2(__uint_as_float(s << 16), __uint_as_float(s & 0xffff0000u)) : __half22float2(*(const __half2*)&s);
-    acc[0] = fmaf(d.x, fmaf(x.x, p0, x.y), acc[0]);
-    acc[1] = fmaf(d.y, fmaf(x.x, p1, x.y), acc[1]);
-  }
-};
-struct RowScaleMin {
-  static constexpr int BYTES = 8;
-  static __device__ __forceinline__ void add(float (&acc)[2], float2 x, float p0, float p1, uint32_t at) {
-    const uint2 s = shared8(at);
-    const float2 a = __half22float2(*(const __half2*)&s.x), b = __half22float2(*(const __half2*)&s.y);
-    acc[0] += fmaf(a.x, x.x * p0, a.y * x.y);
-    acc[1] += fmaf(b.x, x.x * p1, b.y * x.y);
-  }
-};
-template <bool BF> struct RowForm<Int4<BF>> : RowInt4<Int4<BF>, -128, RowScale8<BF>> {};
-template <> struct RowForm<Int4Min> : RowInt4<Int4Min, 16, RowScaleMin> {};
-
-// 8 blocks a chunk, lane t scales blocks t and 4 + t. It unpacks their scales and minimums itself.
-template <> struct RowForm<Q4K> : RowNibbles {
-  static constexpr int GROUP = 1, OFFSET = 16;
-  static __device__ __forceinline__ uint32_t scales_at(int g, int) { return 2048 + g * 16; }
-  static __device__ __forceinline__ float row_of(uint4 h, int t, float p0, float p1, float2 x0, float2 x1) {
-    const uint32_t s = h.y >> 8 * t, m = h.z >> 8 * t, u = h.w >> 8 * t;
-    const uint32_t s0 = s & 0x3fu, s1 = (u & 0x0fu) | ((s >> 2) & 0x30u), m0 = m & 0x3fu, m1 = ((u >> 4) & 0x0fu) | ((m >> 2) & 0x30u);
-    const float2 d = __half22float2(*(const __half2*)&h.x);
-    return d.x * fmaf((float)s0, x0.x * p0, (float)s1 * (x1.x * p1)) - d.y * fmaf((float)m0, x0.y, (float)m1 * x1.y);
-  }
-  template <int MS, int C, bool FULL> static __device__ __forceinline__ void multiply(const RowPlaces& r, float (&acc)[MS][2], B& b) {
-    const int t = r.lane & 3;
-    float p[MS][2][2];
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      int low[MS][4] = {}, high[MS][4] = {};
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        load(b, i, r.x + C * 512 + half * 256 + i * 128, r.lane);
-#pragma unroll
-        for (int ms = 0; ms < MS; ms++) products(low[ms], high[ms], shared16(r.codes + ms * r.strip + C * Q4K::CB + (2 * half + i) * 512), b, i);
-      }
-#pragma unroll
-      for (int ms = 0; ms < MS; ms++)
-#pragma unroll
-        for (int row = 0; row < 2; row++) p[ms][half][row] = sum(low[ms], high[ms], row);
-    }
-    const float2 x0 = floats(shared8(r.x_scales + C * 64)), x1 = floats(shared8(r.x_scales + C * 64 + 32));
-#pragma unroll
-    for (int ms = 0; ms < MS; ms++) {
-      const uint32_t h = r.scales + ms * r.strip + C * Q4K::CB;
-      acc[ms][0] += row_of(shared16(h), t, p[ms][0][0], p[ms][1][0], x0, x1);
-      acc[ms][1] += row_of(shared16(h + 128), t, p[ms][0][1], p[ms][1][1], x0, x1);
-    }
-  }
-};
-
-// 4 blocks of 16 a chunk, block t in lane t. A code picks twice its magnitude from eight bytes. With its sign in the top bit of the selecting nibble it
-// picks the sign of a byte there: so codes themselves pick the positive numbers (and zeros), codes with their signs turned the negative ones, and since those are
-// bytes with a sign, -1 where the number is positive, which the positive bytes, one larger, make up for. The sum of both is a sum of products.
-template <> struct RowForm<Nvfp4> {
-  static constexpr int GROUP = 1, BLOCK = 16, OFFSET = 0;
-  static constexpr bool SUMS = false;
-  static constexpr uint32_t ORDER = 0x75316420u;
-  static constexpr float POST = 0.5f;
-  using B = uint4;
-  static __device__ __forceinline__ uint32_t scales_at(int g, int t) { return 512 + (4 * g + t) * 2; }
-  static __device__ __forceinline__ uint32_t x_at(int g, int t) { return t * 32 + (g & 1) * 16; }
-  static __device__ __forceinline__ uint32_t x_scales_at(int t) { return t * 4; }
-  static __device__ __forceinline__ void store(uint8_t* block, uint32_t at, uint2 v) { *(uint2*)(block + at) = v; }
-  static __device__ __forceinline__ uint32_t positive(uint32_t s, uint32_t zero) { return pick(0x04030200u ^ zero, 0x0d090705u, s); }
-  static __device__ __forceinline__ uint32_t negative(uint32_t s, uint32_t zero) { return pick(0xfdfeff00u ^ zero, 0xf4f8fafcu, s); }
-  template <int MS, int C, bool FULL> static __device__ __forceinline__ void multiply(const RowPlaces& r, float (&acc)[MS][2], B& b) {
-    if (r.lane >> 3 == (r.lane & 3)) b = shared16(r.x + C * 128);
-    const float x = __uint_as_float(shared4(r.x_scales + C * 16));
-#pragma unroll
-    for (int ms = 0; ms < MS; ms++) {
-      const uint4 v = shared16(r.codes + ms * r.strip + C * Nvfp4::CB);
-      int P[4] = {};
-#pragma unroll
-      for (int w = 0; w < 2; w++) {
-        const uint32_t r0 = w ? v.y : v.x, r1 = w ? v.w : v.z, n0 = r0 ^ 0x88888888u, n1 = r1 ^ 0x88888888u, b0 = w ? b.z : b.x, b1 = w ? b.w : b.y;
-        mma_s8(P, positive(r0, r.zero), positive(r1, r.zero), positive(r0 >> 16, r.zero), positive(r1 >> 16, r.zero), b0, b1);
-        mma_s8(P, negative(n0, r.zero), negative(n1, r.zero), negative(n0 >> 16, r.zero), negative(n1 >> 16, r.zero), b0, b1);
-      }
-      const __half2_raw h = __nv_cvt_fp8x2_to_halfraw2(shared2(r.scales + ms * r.strip + C * Nvfp4::CB), __NV_E4M3);
-      const float2 d = __half22float2(__half2(h));
-      acc[ms][0] = fmaf(x * d.x, (float)(P[0] * 256 + P[1]), acc[ms][0]);
-      acc[ms][1] = fmaf(x * d.y, (float)(P[2] * 256 + P[3]), acc[ms][1]);
-    }
-  }
-};
-
-// The chunks of a stage from C on.
-template <class F, int CW, int MS, int C, bool FULL, class B> __device__ __forceinline__ void row_chunks(const RowPlaces& r, float (&acc)[MS][2], B& b) {
-  if constexpr (C < CW) {
-    using R = RowForm<F>;
-    if (FULL || C + R::GROUP <= r.n) R::template multiply<MS, C, true>(r, acc, b[C / R::GROUP]);
-    else if (R::GROUP > 1 && C < r.n) R::template multiply<MS, C, false>(r, acc, b[C / R::GROUP]);
-    row_chunks<F, CW, MS, C + R::GROUP, FULL>(r, acc, b);
-  }
+// Beyond the ring: the warps' sums (two buffers), barriers, for experts their ids; EXPERT_DOWN: row scales of every stage; then x.
+template <class F, int CW, int NS, int MS, Mode MODE> __host__ __device__ constexpr int row_smem() {
+  return NS * 8 * CW * MS * F::CB + 2 * 8 * MS * 64 + (2 * NS + 6) * 8 + (MODE == EXPERT_DOWN ? MAX_GROUPS * 4 + NS * 8 * CW * MS * 64 : 0);
 }
 
-// 8 inputs of x, a thread's, as bytes; its block's other inputs are in the neighbouring threads. scale: the block's, sum: of the block's integers.
-template <class R> __device__ __forceinline__ void row_bytes(uint4 v, uint2& hi, uint2& lo, float& scale, float& sum) {
-  const uint32_t w[4] = {v.x, v.y, v.z, v.w};
-  uint32_t top = 0;
-#pragma unroll
-  for (int q = 0; q < 4; q++) top = __vmaxu2(top, w[q] & 0x7fff7fffu);
-  top = max(top & 0xffffu, top >> 16);
-  top = max(top, __shfl_xor_sync(~0u, top, 1));
-  if (R::BLOCK == 32) top = max(top, __shfl_xor_sync(~0u, top, 2));
-  // The least power of two above the largest (above 255/256 of it: 255 * 2^7 would be no 16 bits of two signed bytes), which becomes 2^15.
-  const uint32_t e = max((top + 1) >> 7, 15u);
-  const float times = __uint_as_float((268 - e) << 23);
-  scale = top < 0x7f80u ? __uint_as_float((e - 14) << 23) : __uint_as_float(0x7fffffffu);
-  uint32_t u[8];  // 2^23 + 2^22 + 128 + x: its low byte is 128 more than x's, the next x's high one
-#pragma unroll
-  for (int q = 0; q < 8; q++) u[q] = __float_as_uint(fmaf(__uint_as_float(q & 1 ? w[q / 2] & 0xffff0000u : w[q / 2] << 16), times, 12583040.f));
-  auto bytes = [&](int at, uint32_t& h, uint32_t& l) {
-    const uint32_t o = R::ORDER >> 4 * at;
-    const uint32_t p = __byte_perm(u[o & 7], u[o >> 4 & 7], 0x5140), q = __byte_perm(u[o >> 8 & 7], u[o >> 12 & 7], 0x5140);
-    l = __byte_perm(p, q, 0x5410) ^ 0x80808080u;
-    h = __byte_perm(p, q, 0x7632);
-  };
-  bytes(0, hi.x, lo.x);
-  bytes(4, hi.y, lo.y);
-  sum = 0;
-  if (!R::SUMS) return;
-  int s = 0;
-#pragma unroll
-  for (int q = 0; q < 8; q++) s += (int)(u[q] - 0x4b400080u);
-  s += __shfl_xor_sync(~0u, s, 1);
-  s += __shfl_xor_sync(~0u, s, 2);
-  sum = (float)s;
-}
-
-// Beyond the ring: the warps' sums (two buffers), barriers, scales of x; then x.
-template <class F, int CW, int NS, int MS> __host__ __device__ constexpr int row_smem() {
-  return NS * 8 * CW * MS * F::CB + 2 * 8 * MS * 64 + (2 * NS + 4) * 8;
-}
-
-template <class F, int CW, int NS, int MS> __device__ __forceinline__ void row_body(const SkinnyArgs& a) {
-  using R = RowForm<F>;
-  constexpr int STAGE = 8 * CW * MS * F::CB;
-  static_assert(CW % R::GROUP == 0);
-  extern __shared__ __align__(128) uint8_t sm[];
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+// u0, ustep, side, side_jobs: as in skinny_body.
+template <class F, int CW, int NS, int MS, Mode MODE>
+__device__ __forceinline__ void row_body(const SkinnyArgs& a, int u0, int ustep, const SkinnyArgs& side, int side_jobs) {
+  constexpr int STAGE = 8 * CW * MS * F::CB, SCALES = 8 * CW * MS * 16;
+  RowPlace p;
+  p.warp = threadIdx.x >> 5; p.lane = threadIdx.x & 31; p.g = p.lane >> 2; p.t = p.lane & 3;
+  p.lwk = 3 - a.lwm; p.cps = CW << p.lwk; p.wm = p.warp & ((1 << a.lwm) - 1); p.wk = p.warp >> a.lwm;
+  const int warp = p.warp, lane = p.lane, cps = p.cps, wk_n = 1 << p.lwk;
   float* red = (float*)(sm + NS * STAGE);
   uint64_t* full = (uint64_t*)(red + 2 * 8 * MS * 16);
   uint64_t* empty = full + NS;
   uint64_t *rfull = empty + NS, *rempty = rfull + 2;
-  const bool gated = a.epilogue == OUT_GATED;
-  const int lwk = 3 - a.lwm, wk_n = 1 << lwk, cps = CW << lwk;
-  const int lunit = a.lwm + (MS == 2), unit_strips = 1 << lunit;
-  const int lrun = gated ? lunit - 1 : lunit, run = 1 << lrun, total = a.strips, units = a.per_group;
-  const int plane = blockIdx.y, u0 = blockIdx.x, ustep = gridDim.x;
-  const int c0 = min(plane * a.cut, a.chunks), c1 = min(c0 + a.cut, a.chunks);
+  uint32_t* most = (uint32_t*)(rempty + 2);   // for bring: of x, of the side product's
+  int* ids = (int*)(rempty + 4);              // EXPERT_DOWN: experts in the order of the list
+  float* scales = (float*)(ids + MAX_GROUPS);  // of the stages' rows
+  uint8_t* xs = sm + row_smem<F, CW, NS, MS, MODE>();
+  const bool all_gated = MODE == EXPERT_UP || (MODE == DENSE && a.epilogue == OUT_GATED);
+  const int lunit = a.lwm + (MS == 2), unit_strips = 1 << lunit, plane = MODE == EXPERT_UP ? 0 : blockIdx.y;
+  // The side product's jobs go to the last blocks, one each.
+  const int v = ustep - 1 - u0, n_side = MODE == EXPERT_UP && v < side_jobs ? 1 : 0;
+  const int side_plane = n_side ? (v >= side.per_group) + (v >= 2 * side.per_group) : 0, side_unit = v - side_plane * side.per_group;
+  const int side_c0 = n_side ? min(side_plane * side.cut, side.chunks) : 0, side_c1 = n_side ? min(side_c0 + side.cut, side.chunks) : 0;
   if (threadIdx.x == 256) {
     for (int i = 0; i < NS; i++) { mbar_init(full + i, 1); mbar_init(empty + i, 256); }
     for (int i = 0; i < 2; i++) { mbar_init(rfull + i, 256); mbar_init(rempty + i, 32); }
+    most[0] = most[1] = 0;
     fence_barrier_init();
     fence_proxy_async();
   }
   __syncthreads();
   pdl_launch();
 
-  if (warp == 8) {  // the producer: weights only, so it waits for no kernel
+  if (warp == 8) {  // the producer: weights only, so it waits for no kernel (but for expert ids)
+    int groups = 1;
+    if (MODE == EXPERT_DOWN) {
+      pdl_wait();
+      groups = __ldcg(a.groups);
+      for (int i = lane; i < MAX_GROUPS; i += 32) ids[i] = __ldcg(a.groups + 1 + i);  // beyond `groups`: never used
+      __syncwarp();
+    }
     if (lane != 0) return;
-    int slot = 0, parity = 1;
-    for (int u = u0; u < units; u += ustep) {
-      const int first = u << lrun, n = min(run, total - first);
-      for (int c = c0; c < c1; c += cps) {
-        const int have = min(cps, c1 - c);
-        mbar_wait(empty + slot, parity);
-        mbar_expect(full + slot, have * F::CB * (gated ? 2 * n : n));
-        for (int i = 0; i < unit_strips; i++) {
-          const int j = i >= run ? i - run : i;
-          if (j >= n) continue;
-          const int strip = first + j + (i >= run ? total : 0);
-          bulk_load_once(sm + slot * STAGE + i * cps * F::CB, a.w + strip * a.strip_bytes + (size_t)c * F::CB, have * F::CB, full + slot);
+    int slot = 0, parity = 1, units = a.per_group;
+    bool waited = MODE != EXPERT_UP;
+    auto next = [&]() { if (++slot == NS) { slot = 0; parity ^= 1; } };
+    if constexpr (MODE == EXPERT_DOWN) {
+      const int chunks = a.chunks * groups, cut = a.planes == 1 ? chunks : a.planes == 2 ? (chunks + 1) >> 1 : (chunks + 2) / 3;
+      const int c0 = min(plane * cut, chunks), c1 = min(c0 + cut, chunks);
+      for (int u = u0; u < units; u += ustep) {
+        const int first = u << lunit, n = min(unit_strips, a.strips - first);
+        for (int c = c0; c < c1; c += cps, next()) {  // the stage's chunks may belong to several experts
+          const int have = min(cps, c1 - c), v0 = divide(c, a.magic_chunks);
+          mbar_wait(empty + slot, parity);
+          const int of_scales = a.row_scale ? (divide(c + have - 1, a.magic_chunks) - v0 + 1) * 64 : 0;
+          mbar_expect(full + slot, (have * F::CB + of_scales) * n);
+          for (int done = 0; done < have;) {
+            const int e = divide(c + done, a.magic_chunks), at = c + done - e * a.chunks, take = min(have - done, a.chunks - at), id = ids[e];
+            const uint8_t* from = a.w + id * a.group_bytes + (size_t)at * F::CB;
+#pragma unroll 1
+            for (int i = 0; i < n; i++) bulk_load_once(sm + slot * STAGE + (i * cps + done) * F::CB, from + (first + i) * a.strip_bytes, take * F::CB, full + slot);
+            if (a.row_scale) bulk_load(scales + slot * SCALES + ((e - v0) << (lunit + 4)), a.row_scale + (size_t)id * a.m + first * 16, n * 64, full + slot);
+            done += take;
+          }
         }
-        if (++slot == NS) { slot = 0; parity ^= 1; }
+      }
+    } else {
+      for (int u = u0 - n_side * ustep; u < units || !waited; u += ustep) {
+        const bool on_side = MODE == EXPERT_UP && u < u0, gated = all_gated && !on_side;
+        if (!on_side && !waited) {
+          waited = true;
+          pdl_wait();
+          units *= __ldcg(a.groups);
+          if (u >= units) break;
+        }
+        const int e = MODE == EXPERT_UP && !on_side ? divide(u, a.magic_group) : 0, lrun = gated ? lunit - 1 : lunit, run = 1 << lrun;
+        const int total = on_side ? side.strips : a.strips, first = (on_side ? side_unit : u - e * a.per_group) << lrun, n = min(run, total - first);
+        const uint8_t* w = on_side ? side.w : MODE == EXPERT_UP ? a.w + __ldcg(a.groups + 1 + e) * a.group_bytes : a.w;
+        const uint64_t strip_bytes = on_side ? side.strip_bytes : a.strip_bytes;
+        const int c0 = on_side ? side_c0 : min(plane * a.cut, a.chunks), c1 = on_side ? side_c1 : min(c0 + a.cut, a.chunks);
+        for (int c = c0; c < c1; c += cps, next()) {
+          const int have = min(cps, c1 - c);
+          mbar_wait(empty + slot, parity);
+          mbar_expect(full + slot, have * F::CB * (gated ? 2 * n : n));
+#pragma unroll 1
+          for (int i = 0; i < unit_strips; i++) {
+            const int j = i >= run ? i - run : i;
+            if (j >= n) continue;
+            const int strip = first + j + (i >= run ? total : 0);
+            bulk_load_once(sm + slot * STAGE + i * cps * F::CB, w + strip * strip_bytes + (size_t)c * F::CB, have * F::CB, full + slot);
+          }
+        }
       }
     }
     return;
   }
 
-  // The reducing warp's first output of unit u: row scales are asked for at its start, of the first one before the kernel before has ended.
-  float scale_gate = 1, scale_up = 1;
-  auto fetch_scales = [&](int u, int i) {
-    const int m = ((u << lrun) + ((i >> 4) & (run - 1))) * 16 + (i & 15);
-    if (!a.row_scale || m >= a.m) return;
-    scale_gate = __ldg(a.row_scale + m);
-    if (gated) scale_up = __ldg(a.row_scale + a.m + m);
+  // The reducing warp's first output of unit u (of expert e): what scales it is asked for at the unit's start, of the first one before the kernel before has ended.
+  float scale_gate = 1, scale_up = 1, weight = 1;
+  auto fetch_scales = [&](bool on_side, int e, int m) {
+    const float* at = on_side ? side.row_scale : a.row_scale;
+    scale_gate = scale_up = 1;
+    if (MODE == EXPERT_UP && !on_side) weight = __ldcg(a.group_weight + e * 16);
+    if (MODE == EXPERT_DOWN || !at || m >= (on_side ? side.m : a.m)) return;
+    if (MODE == EXPERT_UP && !on_side) at += (size_t)__ldcg(a.groups + 1 + e) * a.m * 2;
+    scale_gate = __ldg(at + m);
+    if (all_gated && !on_side) scale_up = __ldg(at + a.m + m);
   };
-  if (u0 < units && warp == 0) fetch_scales(u0, lane);
+  auto first_output = [&](int first, int run) { return (first + ((lane >> 4) & (run - 1))) * 16 + (lane & 15); };
+  const int main_lrun = all_gated ? lunit - 1 : lunit;
+  if (MODE == DENSE && u0 < a.per_group && warp == 0) fetch_scales(false, 0, first_output(u0 << main_lrun, 1 << main_lrun));
   pdl_wait();
-  const int kx0 = c0 * F::KC, kx = (c1 - c0) * F::KC;
-  constexpr int PER = R::SUMS ? 2 : 1;  // numbers a block in `scales`
-  float* scales = (float*)(sm + row_smem<F, CW, NS, MS>());
-  uint8_t* xs = (uint8_t*)(scales + kx / 16);
-  for (int i0 = threadIdx.x; i0 < (kx / 8 + 255) / 256 * 256; i0 += 4 * 256) {
-    uint4 v[4];
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-      const int k = (i0 + j * 256) * 8;
-      v[j] = make_uint4(0, 0, 0, 0);
-      if (k < kx && kx0 + k < a.k) v[j] = *(const uint4*)(a.x + kx0 + k);
-    }
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-      const int k = (i0 + j * 256) * 8;
-      if (i0 - (int)threadIdx.x + j * 256 >= kx / 8) break;  // the same for all threads
-      uint2 hi, lo;
-      float scale, sum;
-      row_bytes<R>(v[j], hi, lo, scale, sum);
-      if (k >= kx) continue;
-      const uint32_t block = (uint32_t)k / R::BLOCK, at = k % (uint32_t)R::BLOCK;
-      R::store(xs + block * 2 * R::BLOCK, at, hi);
-      R::store(xs + block * 2 * R::BLOCK + R::BLOCK, at, lo);
-      if (at) continue;
-      scales[block * PER] = scale;
-      if (R::SUMS) scales[block * PER + 1] = scale * sum * R::OFFSET;
-    }
-  }
-  consumers_sync();
+  const int groups = MODE != DENSE ? __ldcg(a.groups) : 1, units = a.per_group * (MODE == EXPERT_UP ? groups : 1);
+  const int chunks = a.chunks * (MODE == EXPERT_DOWN ? groups : 1);
+  const int cut = MODE != EXPERT_DOWN ? a.cut : a.planes == 1 ? chunks : a.planes == 2 ? (chunks + 1) >> 1 : (chunks + 2) / 3;
+  const int main_c0 = min(plane * cut, chunks), main_c1 = min(main_c0 + cut, chunks);
+  RowWarp<F, CW, MS, MODE == EXPERT_DOWN> w;
+  w.begin(p);
+  uint8_t* side_xs = xs + w.x_bytes(main_c1 - main_c0, cps);
+  float side_factor = 1;
+  if (n_side) side_factor = w.bring(side_xs, side.x + side_c0 * F::KC, side_c1 - side_c0, min(side_c1 * F::KC, side.k) - side_c0 * F::KC, cps, most + 1);
+  const float factor = w.bring(xs, a.x + main_c0 * F::KC, main_c1 - main_c0, min(main_c1 * F::KC, a.k * (MODE == EXPERT_DOWN ? groups : 1)) - main_c0 * F::KC, cps, most);
 
-  const int wm = warp & ((1 << a.lwm) - 1), wk = warp >> a.lwm;
-  RowPlaces r;
-  r.strip = cps * F::CB;
-  r.lane = lane;
-  asm volatile("mov.u32 %0, %%lanemask_lt;" : "=r"(r.zero));
-  r.zero >>= 31;
-  const uint32_t codes0 = smem_addr(sm) + wm * MS * cps * F::CB + lane * 16, scales0 = codes0 - lane * 16 + R::scales_at(g, t);
-  const uint32_t x0 = smem_addr(xs) + R::x_at(g, t), x_scales0 = smem_addr(scales) + R::x_scales_at(t);
-  typename R::B b[CW / R::GROUP] = {};
-  int slot = 0, parity = 0, it = 0;
-  for (int u = u0; u < units; u += ustep, it++) {
-    const int turn = (warp - it) & 7;
-    if (it && turn == 0) fetch_scales(u, lane);
-    float acc[MS][2] = {};
+  int slot = 0, parity = 0;
+#pragma unroll 1
+  for (int it = 0, u = u0 - n_side * ustep; u < units; u += ustep, it++) {
+    const bool on_side = MODE == EXPERT_UP && u < u0, gated = all_gated && !on_side;
+    const int e = MODE == EXPERT_UP && !on_side ? divide(u, a.magic_group) : 0, lrun = gated ? lunit - 1 : lunit, run = 1 << lrun;
+    const int first = (on_side ? side_unit : u - e * a.per_group) << lrun, turn = (warp - it) & 7;
+    const int c0 = on_side ? side_c0 : main_c0, c1 = on_side ? side_c1 : main_c1;
+    if ((MODE != DENSE || it) && turn == 0) fetch_scales(on_side, e, first_output(first, run));
+    w.clear();
+    RowStage s;
+    s.magic_chunks = a.magic_chunks;
+    s.experts = 16 << lunit;
+    s.x_chunks = c1 - c0;
+#pragma unroll 1
     for (int c = c0; c < c1; c += cps) {
-      // The stage's chunks in equal parts, one after the other.
-      const int have = min(cps, c1 - c), part = (have + wk_n - 1) >> lwk, from = wk * part;
-      r.n = min(part, have - from);
-      r.codes = codes0 + slot * STAGE + from * F::CB;
-      r.scales = scales0 + slot * STAGE + from * F::CB;
-      r.x = x0 + (c - c0 + from) * F::KC * 2;
-      r.x_scales = x_scales0 + (c - c0 + from) * (F::KC / 4);
+      s.codes = smem_addr(sm) + slot * STAGE + p.wm * MS * cps * F::CB;
+      s.have = min(cps, c1 - c);
+      s.at = c - c0;
+      s.chunk = c;
+      s.scales = MODE == EXPERT_DOWN && a.row_scale ? scales + slot * SCALES + p.wm * MS * 16 + p.g : nullptr;
       mbar_wait(full + slot, parity);
-      if (r.n == CW) row_chunks<F, CW, MS, 0, true>(r, acc, b);
-      else row_chunks<F, CW, MS, 0, false>(r, acc, b);
-      __syncwarp();
+      w.stage(p, s, on_side ? side_xs : xs);
       mbar_arrive(empty + slot);
       if (++slot == NS) { slot = 0; parity ^= 1; }
     }
-    // The columns, then the warps that shared the strips' inputs, in warp order; one warp in turn adds and writes, the others go on.
+    // The warps that shared the strips' inputs, in warp order; one warp in turn adds and writes, the others go on.
     const int buf = it & 1, phase = it >> 1 & 1;
     float* rb = red + buf * 8 * MS * 16;
     if (it >= 2) mbar_wait(rempty + buf, phase ^ 1);
 #pragma unroll
-    for (int ms = 0; ms < MS; ms++)
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        float s = acc[ms][i];
-        s += __shfl_xor_sync(~0u, s, 1);
-        s += __shfl_xor_sync(~0u, s, 2);
-        if (t == 0) rb[(warp * MS + ms) * 16 + g + 8 * i] = s;
-      }
+    for (int ms = 0; ms < MS; ms++) {
+      const float2 rows = w.sum(ms);
+      if (p.t == 0) rb[(warp * MS + ms) * 16 + p.g] = rows.x, rb[(warp * MS + ms) * 16 + p.g + 8] = rows.y;
+    }
     mbar_arrive(rfull + buf);
     if (turn != 0) continue;
     mbar_wait(rfull + buf, phase);
-    const int first = u << lrun;
+#pragma unroll 1
     for (int i = lane; i < run * 16; i += 32) {
       const int strip = i >> 4, m = (first + strip) * 16 + (i & 15);
-      if (m >= a.m) continue;
-      if (i != lane) fetch_scales(u, i);
+      if (m >= (on_side ? side.m : a.m)) continue;
+      if (i != lane) fetch_scales(on_side, e, m);
       auto sum = [&](int j) {  // of local strip j
         const float* at = rb + j * 16 + (i & 15);
-        float s = 0;
+        float r = 0;
 #pragma unroll
-        for (int w = 0; w < 8; w++) if (w < wk_n) s += at[(w << lunit) * 16];
-        return s * R::POST;
+        for (int k = 0; k < 8; k++) {  // all read at once
+          const float part = at[(min(k, wk_n - 1) << lunit) * 16];
+          r += k < wk_n ? part : 0.f;
+        }
+        return r * (on_side ? side_factor : factor);
       };
-      float v = sum(strip) * scale_gate;
-      if (gated) v = activate(a.activation, v) * (sum(strip + run) * scale_up);
-      if (a.epilogue == OUT_F32) {
-        if (a.softcap > 0.f) v = a.softcap * tanhf(v / a.softcap);
-        ((float*)a.out)[(size_t)plane * a.ldo + m] = v;
+      float r = sum(strip) * scale_gate;
+      if (gated) r = activate(a.activation, r) * (sum(strip + run) * scale_up);
+      if (on_side) {
+        ((float*)side.out)[(size_t)side_plane * side.ldo + m] = r;
+      } else if (MODE == EXPERT_UP) {
+        ((bf16*)a.out)[(size_t)e * a.ldo + m] = __float2bfloat16(weight == 0.f ? 0.f : weight * r);
+      } else if (a.epilogue == OUT_F32) {
+        if (a.softcap > 0.f) r = a.softcap * tanhf(r / a.softcap);
+        ((float*)a.out)[(size_t)plane * a.ldo + m] = r;
       } else {
-        if (a.epilogue == OUT_GATE_TIMES) v = activate(a.activation, v) * a.times[m];
-        ((bf16*)a.out)[m] = __float2bfloat16(v);
+        if (a.epilogue == OUT_GATE_TIMES) r = activate(a.activation, r) * a.times[m];
+        ((bf16*)a.out)[m] = __float2bfloat16(r);
       }
     }
-    __syncwarp();
     mbar_arrive(rempty + buf);
   }
 }
 
-// skinny_FORM_r1 and _r2: strips of a warp; CW chunks a warp and stage, NS stages.
-#define ROW(NAME, F, CW, NS, MS) \
-  extern "C" __global__ void __launch_bounds__(288, 2) NAME(const __grid_constant__ SkinnyArgs a) { row_body<F, CW, NS, MS>(a); }
+// A form's kernels for one row: CW chunks a warp and stage, NS stages, for one strip a warp and for two; the router beside a product, and chosen experts.
+#define ROW(NAME, F, CW, NS, MS)                                                                         \
+  extern "C" __global__ void __launch_bounds__(288, 2) NAME(const __grid_constant__ SkinnyArgs a) {       \
+    row_body<F, CW, NS, MS, DENSE>(a, blockIdx.x, gridDim.x, a, 0);                                       \
+  }
 #define ROW_FORM(FORM, F, CW1, NS1, CW2, NS2) \
   ROW(skinny_##FORM##_r1, F, CW1, NS1, 1)     \
   ROW(skinny_##FORM##_r2, F, CW2, NS2, 2)
+// The same with more stages.
+#define ROW_DEEP(FORM, F, CW1, NS1, CW2, NS2)  \
+  ROW(skinny_##FORM##_r1_deep, F, CW1, NS1, 1) \
+  ROW(skinny_##FORM##_r2_deep, F, CW2, NS2, 2)
+#define ROW_EXPERTS(FORM, F, CW, NS)                                                                                          \
+  extern "C" __global__ void __launch_bounds__(288, 2) skinny_##FORM##_r_routed(const __grid_constant__ RoutedArgs p) {        \
+    const int block = blockIdx.x, routers = p.router_blocks;                                                                   \
+    if (block < routers) router_body(p.router, block, routers, sm);                                                            \
+    else row_body<F, CW, NS, 1, DENSE>(p.product, block - routers, gridDim.x - routers, p.product, 0);                         \
+  }                                                                                                                            \
+  extern "C" __global__ void __launch_bounds__(288, 2) skinny_##FORM##_r_up(const __grid_constant__ UpArgs p) {                \
+    row_body<F, CW, NS, 1, EXPERT_UP>(p.experts, blockIdx.x, gridDim.x, p.side, p.side_jobs);                                  \
+  }                                                                                                                            \
+  extern "C" __global__ void __launch_bounds__(288, 2) skinny_##FORM##_r_down(const __grid_constant__ SkinnyArgs a) {          \
+    row_body<F, CW, NS, 1, EXPERT_DOWN>(a, blockIdx.x, gridDim.x, a, 0);                                                       \
+  }

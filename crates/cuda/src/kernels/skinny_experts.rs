@@ -6,11 +6,11 @@ use super::skinny_gemm::{
     Chosen, Gate, Linear, MAX_EXPERTS, MAX_PLANES, Output, SkinnyArgs, Weights, arguments, check, launch,
     linear, linear_arguments, refuse,
 };
-use super::skinny_shape::{Choice, SHARED_OF_TWO, Variant, Work};
+use super::skinny_shape::{Choice, SHARED_OF_TWO, Variant, Work, has_row_kernel};
 use crate::driver::DevPtr;
 use crate::error::Result;
 use crate::launch::{Args, Queue, Shape};
-use crate::pack::PackedShape;
+use crate::pack::{Form, PackedShape};
 
 #[derive(Clone, Copy)]
 #[repr(C)]
@@ -75,8 +75,9 @@ pub unsafe fn experts_up(queue: Queue<'_>, call: &ExpertsUp, side: Option<&Linea
     let sms = queue.stream.context().info.multiprocessors as usize;
     let groups = likely_groups(call.rows, call.top_k);
     let work = Work { shape, rows: call.rows, gated: true, most_planes: 1, sms, groups, scaled: false };
-    let mut choice = work.balance(Variant::Up);
-    let shared = Choice { variant: Variant::UpShared, ..choice };
+    let row = call.rows == 1 && has_row_kernel(shape.form);
+    let mut choice = work.balance(if row { Variant::RowUp } else { Variant::Up });
+    let shared = Choice { variant: if row { Variant::RowUp } else { Variant::UpShared }, ..choice };
     let beside = side.and_then(|side| Beside::new(side, call, shared, groups, sms));
     let mut planes = 0;
     if let (Some(side), None) = (side, &beside) {
@@ -148,7 +149,11 @@ impl Beside {
         }
         let args = linear_arguments(side, Choice { planes, ..experts });
         let inputs = args.cut as usize * form.chunk_inputs();
-        Some(Beside { args, jobs, blocks, shared: side.rows * (inputs * 2 + 16) })
+        let shared = match experts.variant {
+            Variant::RowUp => experts.row_inputs(form, args.cut as usize),
+            _ => side.rows * (inputs * 2 + 16),
+        };
+        Some(Beside { args, jobs, blocks, shared })
     }
 }
 
@@ -166,7 +171,8 @@ pub unsafe fn gated_and_router(queue: Queue<'_>, call: &Linear, router: &Router)
     let sms = queue.stream.context().info.multiprocessors as usize;
     let work = Work { shape, rows: call.rows, gated: true, most_planes: 1, sms, groups: 1, scaled: false };
     let choice = work.balance(Variant::Routed);
-    let shared = Choice { variant: Variant::RoutedShared, ..choice };
+    let row = call.rows == 1 && has_row_kernel(shape.form);
+    let shared = Choice { variant: if row { Variant::RowRouted } else { Variant::RoutedShared }, ..choice };
     let choice = match choice.tiles == 1 && shared.shared(shape, call.rows) <= SHARED_OF_TWO {
         true => shared,
         false if shape.cols.is_multiple_of(shape.form.chunk_inputs()) => choice,
@@ -224,7 +230,17 @@ pub unsafe fn experts_down(queue: Queue<'_>, call: &ExpertsDown) -> Result<usize
     let scaled = call.weights.row_scales != DevPtr::NULL;
     let most_planes = call.most_planes;
     let work = Work { shape, rows: call.rows, gated: false, most_planes, sms, groups, scaled };
-    let choice = work.balance(Variant::Down);
+    // The kernel for one row takes the experts' inputs as one vector, and four-bit integers two chunks, perhaps of two experts, at a time.
+    let pairs = matches!(shape.form, Form::Int4 | Form::Int4Bf16 | Form::Int4Min);
+    let row = call.rows == 1
+        && has_row_kernel(shape.form)
+        && call.hidden_stride == shape.cols
+        && !(pairs && scaled);
+    let choice =
+        match Some(work.balance(Variant::RowDown)).filter(|c| row && c.shared(shape, 1) <= SHARED_OF_TWO) {
+            Some(choice) => choice,
+            None => work.balance(Variant::Down),
+        };
     let mut args = arguments(&call.weights, call.rows, choice, false);
     args.x = call.hidden;
     args.ldx = call.hidden_stride as i32;

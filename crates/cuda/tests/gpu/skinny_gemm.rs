@@ -6,7 +6,7 @@
 //! magnitudes, so `(k / 16 + 32) 2^-23 sum |w x|` holds always. Errors that size never add up in one direction; taken
 //! together they stay below 2e-5, or for codes stored with an offset that much of the larger sums.
 //!
-//! One row of x goes to forms of four bits as integers ([`rounding`]), which adds its own error.
+//! One row of x goes to forms of four bits as integers and to FP8 as f16 ([`rounding`]), which adds its own error.
 
 use half::bf16;
 use lapidary_cuda::kernels::skinny_gemm::{Gate, Linear, MAX_PLANES, Output, linear};
@@ -52,10 +52,16 @@ pub fn allowed(k: usize, size: f64) -> f64 {
     (k / 16 + 32) as f64 * 2f64.powi(-23) * size + 1e-30
 }
 
-/// What one row of x loses on its way to a form of four bits: `sum |w| |x - x'|` at most. A block's inputs become integers
+/// What one row of x loses on its way to a form of four bits or to FP8: `sum |w| |x - x'|` at most. A block's inputs become integers
 /// under a power of two `u`, the largest of them at least 127.5 x 2^7 u: rounding loses u / 2 of an input, and nothing of one with eight significant
-/// bits above u, which all have that are 2^-6 of the largest.
+/// bits above u, which all have that are 2^-6 of the largest. For FP8 the largest input of all becomes an f16 of at least 1/2, and of small ones those
+/// below 2^-17 lose up to 2^-25.
 pub fn rounding(format: Format, rows: usize, w: &[f32], x: &[f32]) -> f64 {
+    if format == Format::Fp8E4M3 && rows == 1 {
+        let most = x.iter().fold(0.0f32, |m, x| m.max(x.abs()));
+        let small = w.iter().zip(x).filter(|(_, x)| x.abs() < most * 2f32.powi(-16));
+        return small.map(|(w, _)| f64::from(w.abs() * most) * 2f64.powi(-24)).sum();
+    }
     let block = match format {
         Format::Nvfp4 | Format::GgufNvfp4 => 16,
         Format::Q4_0 | Format::Int4G32 | Format::Q4_1 | Format::Q4K => 32,
@@ -282,13 +288,21 @@ type Inputs<'a> = &'a dyn Fn(usize, f32) -> f32;
 /// A row of weights and its sizes, as [`decode`] gives them.
 type Row = (Vec<f32>, Vec<f32>);
 
-/// One row's sums of a matrix of every format that has integers for x, for inputs made from the random ones by their place.
+/// One row's sums of a matrix of every format for which x is brought into another, for inputs made from the random ones by their place.
 fn one_row(x_of: impl Fn(usize, f32) -> f32, see: impl Fn(&str, Format, &[f32], &Row, f32)) {
     let Some(lab) = Lab::new() else { return };
-    for format in [Format::Nvfp4, Format::GgufNvfp4, Format::Q4_0, Format::Int4G32, Format::Q4_1, Format::Q4K]
-    {
+    for (format, scaling) in [
+        (Format::Fp8E4M3, Scaling::Row),
+        (Format::Fp8E4M3, Scaling::Block128),
+        (Format::Nvfp4, Scaling::Usual),
+        (Format::GgufNvfp4, Scaling::Usual),
+        (Format::Q4_0, Scaling::Usual),
+        (Format::Int4G32, Scaling::Usual),
+        (Format::Q4_1, Scaling::Usual),
+        (Format::Q4K, Scaling::Usual),
+    ] {
         let (m, k) = (77, 5 * 256);
-        let encoded = matrix(format, Scaling::Usual, m, k, 13);
+        let encoded = matrix(format, scaling, m, k, 13);
         let view = encoded.view("w");
         let packed = Packed::stack(&lab, std::slice::from_ref(&view));
         let x: Vec<f32> = random_bf16(k, 5).into_iter().enumerate().map(|(i, v)| x_of(i, v)).collect();
@@ -309,13 +323,13 @@ fn one_row(x_of: impl Fn(usize, f32) -> f32, see: impl Fn(&str, Format, &[f32], 
         let found = lab.read_f32(&out, m);
         let all: Vec<usize> = (0..m).collect();
         for (i, w) in decode(&view, &all).iter().enumerate() {
-            see(&format!("{format}, output {i}"), format, &x, w, found[i]);
+            see(&format!("{format} {scaling:?}, output {i}"), format, &x, w, found[i]);
         }
     }
 }
 
 #[test]
-fn one_row_of_any_finite_inputs_is_multiplied_within_its_blocks_rounding() {
+fn one_row_of_any_finite_inputs_is_multiplied_within_its_rounding() {
     // The largest bf16 below a power of two does not fit the integers of that power; 2^-133 is the least bf16.
     let largest = 255.0 / 128.0;
     let cases: [(&str, Inputs); 9] = [
