@@ -57,9 +57,9 @@ template <class F, int CW, int NS, int MS, Mode MODE> __host__ __device__ conste
   return NS * 8 * CW * MS * F::CB + 2 * 8 * MS * 64 + (2 * NS + 6) * 8 + (MODE == EXPERT_DOWN ? MAX_GROUPS * 4 + NS * 8 * CW * MS * 64 : 0);
 }
 
-// u0, ustep, side, side_jobs: as in skinny_body.
-template <class F, int CW, int NS, int MS, Mode MODE>
-__device__ __forceinline__ void row_body(const SkinnyArgs& a, int u0, int ustep, const SkinnyArgs& side, int side_jobs) {
+// u0, ustep, side, side_jobs, AFTER: as in skinny_body.
+template <class F, int CW, int NS, int MS, Mode MODE, int AFTER = 0>
+__device__ __forceinline__ void row_body(const SkinnyArgs& a, int u0, int ustep, const SkinnyArgs& side, int side_jobs, const PrologueArgs& before = {}) {
   constexpr int STAGE = 8 * CW * MS * F::CB, SCALES = 8 * CW * MS * 16;
   RowPlace p;
   p.warp = threadIdx.x >> 5; p.lane = threadIdx.x & 31; p.g = p.lane >> 2; p.t = p.lane & 3;
@@ -166,6 +166,8 @@ __device__ __forceinline__ void row_body(const SkinnyArgs& a, int u0, int ustep,
   auto first_output = [&](int first, int run) { return (first + ((lane >> 4) & (run - 1))) * 16 + (lane & 15); };
   const int main_lrun = all_gated ? lunit - 1 : lunit;
   if (MODE == DENSE && u0 < a.per_group && warp == 0) fetch_scales(false, 0, first_output(u0 << main_lrun, 1 << main_lrun));
+  Prologue<AFTER ? AFTER : 1> prologue;
+  if (AFTER) prologue.gains(before);
   pdl_wait();
   const int groups = MODE != DENSE ? __ldcg(a.groups) : 1, units = a.per_group * (MODE == EXPERT_UP ? groups : 1);
   const int chunks = a.chunks * (MODE == EXPERT_DOWN ? groups : 1);
@@ -173,10 +175,18 @@ __device__ __forceinline__ void row_body(const SkinnyArgs& a, int u0, int ustep,
   const int main_c0 = min(plane * cut, chunks), main_c1 = min(main_c0 + cut, chunks);
   RowWarp<F, CW, MS, MODE == EXPERT_DOWN> w;
   w.begin(p);
+  const bf16* x = a.x;
+  if (AFTER) {  // the one row is made behind the place of x, whole: there is one plane
+    float* red = (float*)(xs + w.x_bytes(chunks, cps));
+    bf16* row = (bf16*)(red + 2 * 8 * AFTER);
+    prologue.run(before, red, u0 == 0, consumers_sync, [&](int i, uint2 v) { *(uint2*)(row + i) = v; });
+    consumers_sync();
+    x = row;
+  }
   uint8_t* side_xs = xs + w.x_bytes(main_c1 - main_c0, cps);
   float side_factor = 1;
   if (n_side) side_factor = w.bring(side_xs, side.x + side_c0 * F::KC, side_c1 - side_c0, min(side_c1 * F::KC, side.k) - side_c0 * F::KC, cps, most + 1);
-  const float factor = w.bring(xs, a.x + main_c0 * F::KC, main_c1 - main_c0, min(main_c1 * F::KC, a.k * (MODE == EXPERT_DOWN ? groups : 1)) - main_c0 * F::KC, cps, most);
+  const float factor = w.bring(xs, x + main_c0 * F::KC, main_c1 - main_c0, min(main_c1 * F::KC, a.k * (MODE == EXPERT_DOWN ? groups : 1)) - main_c0 * F::KC, cps, most);
 
   int slot = 0, parity = 0;
 #pragma unroll 1
@@ -252,6 +262,10 @@ __device__ __forceinline__ void row_body(const SkinnyArgs& a, int u0, int ustep,
 #define ROW(NAME, F, CW, NS, MS)                                                                         \
   extern "C" __global__ void __launch_bounds__(288, 2) NAME(const __grid_constant__ SkinnyArgs a) {       \
     row_body<F, CW, NS, MS, DENSE>(a, blockIdx.x, gridDim.x, a, 0);                                       \
+  }
+#define ROW_AFTER(NAME, F, CW, NS, J)                                                                \
+  extern "C" __global__ void __launch_bounds__(288, 2) NAME(const __grid_constant__ AfterArgs p) {    \
+    row_body<F, CW, NS, 1, DENSE, J>(p.product, blockIdx.x, gridDim.x, p.product, 0, p.before);       \
   }
 #define ROW_FORM(FORM, F, CW1, NS1, CW2, NS2) \
   ROW(skinny_##FORM##_r1, F, CW1, NS1, 1)     \

@@ -36,10 +36,10 @@ unsafe impl Args for AfterArgs {}
 /// The launch shape of a gated product with such a step before it, if there is a kernel.
 pub fn choice(shape: PackedShape, multiprocessors: usize) -> Option<Choice> {
     let choice = Choice::of(shape, 1, true, 1, multiprocessors);
-    let fits = shape.form == Form::Bf16
-        && choice.variant == Variant::Shared
-        && shape.cols.is_multiple_of(8)
-        && shape.cols <= 3072;
+    let fits =
+        matches!((shape.form, choice.variant), (Form::Bf16, Variant::Shared) | (Form::Q4K, Variant::Row))
+            && shape.cols.is_multiple_of(8)
+            && shape.cols <= 3072;
     fits.then_some(choice)
 }
 
@@ -79,10 +79,16 @@ pub unsafe fn gated(queue: Queue<'_>, before: &Residual, call: &Linear) -> Resul
         scalar: before.scalar,
     };
     let args = AfterArgs { product, before: before_args };
-    let fours = shape.cols.div_ceil(1024);
-    let entry = if fours <= 2 { "skinny_bf16_after_2" } else { "skinny_bf16_after_3" };
-    let shared = choice.shared(shape, 1) + 2 * 8 * 3 * 4;
+    let (fours, two) = (shape.cols.div_ceil(1024).max(2), shape.cols <= 2048);
+    // Where x is not kept as it is, the row lies behind it.
+    let (image, entry, row) = match (shape.form, two) {
+        (Form::Bf16, true) => ("skinny_bf16_sm90", "skinny_bf16_after_2", 0),
+        (Form::Bf16, false) => ("skinny_bf16_sm90", "skinny_bf16_after_3", 0),
+        (_, true) => ("skinny_q4_k_sm90", "skinny_q4_k_after_2", 2 * shape.cols),
+        (_, false) => ("skinny_q4_k_sm90", "skinny_q4_k_after_3", 2 * shape.cols),
+    };
+    let shared = choice.shared(shape, 1) + 2 * 8 * fours * 4 + row;
     let grid = Shape::grid([choice.blocks as u32, 1, 1], 288).shared(shared as u32).dependent();
     // SAFETY: the caller's; the shape is the kernel's own.
-    unsafe { queue.launch(Kernel::new("skinny_bf16_sm90", entry), grid, &args) }
+    unsafe { queue.launch(Kernel::new(image, entry), grid, &args) }
 }

@@ -12,10 +12,13 @@ use crate::lab::{Lab, Packed, matrix, random};
 fn a_residual_step_inside_a_product_has_the_bits_of_both_kernels() {
     let Some(lab) = Lab::new() else { return };
     // Outputs of gate and up together and width of E2B and E4B, planes of the branch.
-    for (outputs, width, planes, scalar) in [(12_288, 1536, 2, 1.0), (20_480, 2560, 3, 0.7)] {
-        let weights = matrix(Format::Bf16, Scaling::Usual, outputs, width, 51);
+    let sizes = [(12_288, 1536, 2, 1.0), (20_480, 2560, 3, 0.7)];
+    for (format, (outputs, width, planes, scalar)) in
+        [Format::Bf16, Format::Q4K].into_iter().flat_map(|f| sizes.map(|s| (f, s)))
+    {
+        let weights = matrix(format, Scaling::Usual, outputs, width, 51);
         let packed = Packed::stack(&lab, &[weights.view("w")]);
-        assert!(choice(packed.shape, 132).is_some(), "{outputs} x {width}");
+        assert!(choice(packed.shape, 132).is_some(), "{format} {outputs} x {width}");
         let (x, y) = (random(width, 1), lab.f32(&random(planes * (width + 8), 2)));
         let gains =
             [3, 4].map(|seed| lab.f32(&random(width, seed).iter().map(|v| 1.2 + v).collect::<Vec<_>>()));
@@ -73,7 +76,7 @@ fn a_residual_step_inside_a_product_has_the_bits_of_both_kernels() {
         let values: Vec<_> =
             runs[0].1.as_chunks::<2>().0.iter().map(|&b| half::bf16::from_le_bytes(b)).collect();
         assert!(values.iter().all(|v| v.is_finite()) && values.iter().any(|v| v.to_f32() != 0.0));
-        assert!(runs[0].0 == runs[1].0, "{outputs} x {width}: residuals differ");
-        assert!(runs[0].1 == runs[1].1, "{outputs} x {width}: products differ");
+        assert!(runs[0].0 == runs[1].0, "{format} {outputs} x {width}: residuals differ");
+        assert!(runs[0].1 == runs[1].1, "{format} {outputs} x {width}: products differ");
     }
 }
