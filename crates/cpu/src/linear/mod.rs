@@ -43,6 +43,11 @@ const ROWS_IN_PLACE: usize = 16;
 const FP8_ROWS_IN_PLACE: usize = 16;
 /// Bytes of x that stay in a core's cache while a claim's tiles pass by.
 const X_BYTES: usize = 256 << 10;
+/// The same for up to [`FEW_ROWS`], whose time is that of reading weights: a second pass over them costs more than x from a cache
+/// further away.
+const FEW_X_BYTES: usize = 2 * X_BYTES;
+/// Rows of a batch of sequences that write side by side.
+const FEW_ROWS: usize = 16;
 
 /// Some rows of x in the forms that kernels take.
 #[derive(Clone, Copy, Debug)]
@@ -154,8 +159,11 @@ pub(crate) fn rows_at_once(weights: &Weights, x: &Buffer, count: usize) -> usize
         // Tiles may have to be packed for each block of rows.
         Weights::Late(_) if x.has_blocks() => X_BLOCK,
         weights if weights.takes_blocks() && x.has_blocks() => {
-            let fitting = X_BYTES / crate::int8::activations::row_bytes(x.width()).max(1);
-            (fitting / 8 * 8).clamp(8, X_BLOCK)
+            let row = crate::int8::activations::row_bytes(x.width()).max(1);
+            if count <= FEW_ROWS && count * row <= FEW_X_BYTES {
+                return count.max(1);
+            }
+            (X_BYTES / row / 8 * 8).clamp(8, X_BLOCK)
         }
         _ => count.max(1),
     }
