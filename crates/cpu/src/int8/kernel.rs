@@ -247,9 +247,9 @@ fn ask_for_weights(at: *const u8, bytes: usize) {
 /// Rows of x that pass a tile together at most: their sums stay in the nearest cache.
 const AT_ONCE: usize = 64;
 
-/// Numbers of rows whose blocks do not stay in the nearest cache beside a tile that comes from memory; eight at a time they do
-/// (16 rows of Q4_0: 324 instead of 300 GFLOP/s). With more rows the tile's second pass costs what that wins.
-const CROWDED: RangeInclusive<usize> = 14..=32;
+/// Numbers of rows that pass eight at a time: their blocks stay in the nearest cache then, which with fewer rows costs more than it
+/// wins (whole steps of E2B Q4_0: 16 rows 116 instead of 121 tokens a second, 32 rows 288 instead of 277).
+const CROWDED: RangeInclusive<usize> = 17..=32;
 
 /// Rows of x from `first` on, at most `at_once`, with one tile.
 ///
